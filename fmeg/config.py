@@ -1,0 +1,422 @@
+"""What a model, an optimizer and a training run are: frozen dataclasses with Megatron-LM's field names and defaults.
+
+A field is here when something reads it. `docs/coming-from-megatron.md` says where the others went. `None` means
+"derive it": the properties give the derived value, so `replace` never leaves a stale one behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+class _Replace:
+    """`replace` for the config classes."""
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with the fields changed, validated again.
+
+        >>> TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=96).replace(
+        ...     num_layers=3).num_layers
+        3
+        """
+        known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        for name in changes:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 3) or sorted(known)
+                raise TypeError(f"{type(self).__name__} has no field {name!r}; did you mean {', '.join(close)}?")
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3.1's frequency scaling: low frequencies divided by `factor`, high ones kept, a ramp between.
+
+    Lengths in tokens. Source: the Llama 3.1 release, `rope_type: llama3`.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
+        _require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            "rope_scaling.low_freq_factor",
+            self.low_freq_factor,
+            f"above 0 and below high_freq_factor {self.high_freq_factor}",
+        )
+        _positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRopeScaling:
+    """YaRN (Peng et al. 2023): frequencies interpolated by wavelength, and attention scaled by a concentration factor.
+
+    The factor is `mscale(factor, mscale) / mscale(factor, mscale_all_dim)` with `mscale(s, m) = 0.1 m ln s + 1`, or
+    `attention_factor` when given. `truncate` rounds the ramp's ends to whole dimensions, as the paper's code does.
+    """
+
+    factor: float = 40.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
+        _require(
+            self.beta_fast > self.beta_slow > 0,
+            "rope_scaling.beta_fast",
+            self.beta_fast,
+            f"above beta_slow {self.beta_slow}, which is above 0",
+        )
+        _positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+
+
+RopeScaling = Llama3RopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelConfig(_Replace):
+    """Number formats of parameters and of compute.
+
+    `params_dtype`: the dtype in which parameters are held. `bf16`: hold fp32 parameters, cast them once per step, compute
+    in bf16; norms, softmax, loss, gradients and optimizer stay in fp32.
+    """
+
+    params_dtype: torch.dtype = torch.float32
+    bf16: bool = False
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations and matrix products."""
+        return torch.bfloat16 if self.bf16 else self.params_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelParallelConfig):
+    """A decoder-only transformer.
+
+    >>> cfg = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=96)
+    >>> cfg.head_dim, cfg.ffn_size, cfg.padded_vocab_size
+    (16, 256, 128)
+    >>> cfg.replace(num_attention_heads=6)
+    Traceback (most recent call last):
+    ValueError: hidden_size 64 is not divisible by num_attention_heads 6: use 1, 2, 4, 8, 16, 32 or 64 heads, or set kv_channels
+    """
+
+    # architecture
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    num_query_groups: int | None = None
+    """Key/value heads. None: one per query head; 1: multi-query attention."""
+    kv_channels: int | None = None
+    """Head dimension. None: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP. None: 4 * hidden_size."""
+    max_position_embeddings: int = 2048
+    """The longest sequence, in tokens."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    """Store a norm's weight as its distance from 1 (Megatron's apply_layernorm_1p)."""
+    activation: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
+    gated_linear_unit: bool = False
+    """Multiply the activation by a second projection: silu makes SwiGLU of it, gelu GeGLU."""
+    add_bias_linear: bool = True
+    """A bias in every linear layer but the output layer."""
+    add_qkv_bias: bool = False
+    """A bias in the query, key and value projections, also without add_bias_linear."""
+
+    # attention
+    softmax_scale: float | None = None
+    """What scores are multiplied by. None: 1 / sqrt(head dimension)."""
+    qk_layernorm: bool = False
+    """Normalize each head's query and key before the rotary embedding."""
+    window_size: tuple[int, int] | None = None
+    """(left, right): position t attends to t - left .. t + right. Causal, so right is 0. None: no window."""
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
+    """Which layers use the window: n skips it in every n-th layer; a tuple of 0/1 says for each layer whether it is used."""
+    attention_backend: Literal["auto", "fused", "unfused"] = "auto"
+    """fused: torch's flash kernel. unfused: plain products, differentiable in every mode. auto: fused unless dropout is on."""
+
+    # positions
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    """Share of the head dimension that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring pairs instead of the two halves."""
+    rope_scaling: RopeScaling | None = None
+
+    # embedding and output
+    share_embeddings_and_output_weights: bool = False
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is stored padded to a multiple of this. The padding never shows in a result or a file."""
+
+    # regularization
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    label_smoothing: float = 0.0
+    """Share of the target's mass that is spread evenly over the vocabulary."""
+    z_loss_coeff: float = 0.0
+    """Coefficient of logsumexp(logits)^2 per token (PaLM, Chowdhery et al. 2022, section 5)."""
+
+    # initial values
+    init_method_std: float = 0.02
+    embedding_init_method_std: float | None = None
+    """None: init_method_std."""
+
+    def __post_init__(self) -> None:
+        for check in (
+            _check_sizes,
+            _check_choices,
+            _check_heads,
+            _check_window,
+            _check_rotary,
+            _check_rates,
+            _check_dtypes,
+            _check_attention_backend,
+        ):
+            check(self)
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows in which the vocabulary is stored."""
+        unit = self.make_vocab_size_divisible_by
+        return math.ceil(self.vocab_size / unit) * unit
+
+    def layer_window(self, layer: int) -> tuple[int, int] | None:
+        """The attention window of layer `layer`, counted from 0."""
+        skip = self.window_attn_skip_freq
+        if self.window_size is None or skip is None:
+            return self.window_size
+        used = skip[layer] if isinstance(skip, tuple) else (layer + 1) % skip != 0
+        return self.window_size if used else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_Replace):
+    """The optimizer and its learning rate schedule. The step count of the schedule is the count of applied updates."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam: AdamW, decay decoupled (Loshchilov and Hutter 2019). sgd: with momentum."""
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    weight_decay: float = 0.01
+    """Not applied to biases and norm weights."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD", "inverse-square-root"] = "cosine"
+    lr_warmup_iters: int = 0
+    """Linear warm-up; the first update then has learning rate lr_warmup_init."""
+    lr_warmup_init: float = 0.0
+    lr_decay_iters: int | None = None
+    """Updates after which the learning rate is min_lr. None: train_iters."""
+    lr_wsd_decay_iters: int | None = None
+    """WSD only: length of the final decay."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+
+    def __post_init__(self) -> None:
+        _check_literals(self)
+        for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "lr_warmup_iters", "lr_warmup_init"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        _require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr {self.lr}")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            raise ValueError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay; it is None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(_Replace):
+    """A training run: batches, length, what is written and when. Sizes in sequences, lengths in tokens or updates."""
+
+    seq_length: int = 256
+    micro_batch_size: int = 8
+    """Sequences that are computed at a time."""
+    global_batch_size: int = 8
+    """Sequences per update; a multiple of micro_batch_size."""
+    train_iters: int = 500
+    seed: int = 1234
+    log_interval: int = 10
+    eval_interval: int = 100
+    """Updates between evaluations on held-out text; 0: only at the end."""
+    eval_iters: int = 10
+    """Batches per evaluation on the way; the last one reads all held-out text."""
+    save_interval: int = 0
+    """Updates between checkpoints; 0: only at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"):
+            _positive_int(name, getattr(self, name))
+        for name in ("eval_interval", "save_interval", "seed"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
+                f"{self.micro_batch_size}: use micro_batch_size {_or(_divisors(self.global_batch_size))}"
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per update."""
+        return self.global_batch_size // self.micro_batch_size
+
+
+def _check_sizes(cfg: TransformerConfig) -> None:
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+    ):
+        _positive_int(name, getattr(cfg, name))
+    for name in ("num_query_groups", "kv_channels", "ffn_hidden_size"):
+        if getattr(cfg, name) is not None:
+            _positive_int(name, getattr(cfg, name))
+
+
+def _check_choices(cfg: TransformerConfig) -> None:
+    _check_literals(cfg)
+
+
+def _check_heads(cfg: TransformerConfig) -> None:
+    if cfg.kv_channels is None and cfg.hidden_size % cfg.num_attention_heads:
+        raise ValueError(
+            f"hidden_size {cfg.hidden_size} is not divisible by num_attention_heads {cfg.num_attention_heads}: "
+            f"use {_or(_divisors(cfg.hidden_size))} heads, or set kv_channels"
+        )
+    if cfg.num_attention_heads % cfg.query_groups:
+        raise ValueError(
+            f"num_attention_heads {cfg.num_attention_heads} is not divisible by num_query_groups {cfg.query_groups}: "
+            f"use num_query_groups {_or(_divisors(cfg.num_attention_heads))}"
+        )
+
+
+def _check_window(cfg: TransformerConfig) -> None:
+    window, skip = cfg.window_size, cfg.window_attn_skip_freq
+    if window is not None and not (len(window) == 2 and window[0] >= 0 and window[1] == 0):
+        raise ValueError(f"window_size is {window}: must be (left, 0) with left >= 0, since attention is causal, or None")
+    if skip is None:
+        return
+    if window is None:
+        raise ValueError(f"window_attn_skip_freq is {skip} but window_size is None: set window_size=(left, 0) too")
+    if isinstance(skip, tuple) and (len(skip) != cfg.num_layers or set(skip) - {0, 1}):
+        raise ValueError(f"window_attn_skip_freq {skip} must hold one 0 or 1 for each of the {cfg.num_layers} layers")
+    if isinstance(skip, int):
+        _positive_int("window_attn_skip_freq", skip)
+
+
+def _check_rotary(cfg: TransformerConfig) -> None:
+    if cfg.position_embedding_type != "rope":
+        if cfg.rope_scaling is not None:
+            raise ValueError(
+                f"rope_scaling is set but position_embedding_type is {cfg.position_embedding_type!r}: "
+                "use position_embedding_type='rope' or rope_scaling=None"
+            )
+        return
+    _require(cfg.rotary_base > 0, "rotary_base", cfg.rotary_base, "above 0")
+    _require(0 < cfg.rotary_percent <= 1, "rotary_percent", cfg.rotary_percent, "in (0, 1]")
+    if cfg.rotary_dim % 2 or cfg.rotary_dim == 0:
+        raise ValueError(
+            f"rotary_percent {cfg.rotary_percent} of head dimension {cfg.head_dim} rotates {cfg.rotary_dim} dimensions: "
+            "the number must be even and above 0; change rotary_percent or kv_channels"
+        )
+
+
+def _check_rates(cfg: TransformerConfig) -> None:
+    for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
+        _require(0 <= getattr(cfg, name) < 1, name, getattr(cfg, name), "in [0, 1)")
+    for name in ("init_method_std", "z_loss_coeff"):
+        _require(getattr(cfg, name) >= 0, name, getattr(cfg, name), "at least 0")
+    _require(cfg.layernorm_epsilon > 0, "layernorm_epsilon", cfg.layernorm_epsilon, "above 0")
+    for name in ("softmax_scale", "embedding_init_method_std"):
+        if getattr(cfg, name) is not None:
+            _require(getattr(cfg, name) > 0, name, getattr(cfg, name), "above 0, or None")
+
+
+def _check_dtypes(cfg: ModelParallelConfig) -> None:
+    if cfg.params_dtype not in DTYPES.values():
+        raise ValueError(f"params_dtype is {cfg.params_dtype}: must be {_or(f'torch.{name}' for name in DTYPES)}")
+    if cfg.bf16 and cfg.params_dtype != torch.float32:
+        raise ValueError(f"bf16=True keeps fp32 parameters, but params_dtype is {cfg.params_dtype}: leave it torch.float32")
+
+
+def _check_attention_backend(cfg: TransformerConfig) -> None:
+    if cfg.attention_backend == "fused" and cfg.attention_dropout > 0:
+        raise ValueError(
+            f"attention_backend 'fused' has no keyed dropout, but attention_dropout is {cfg.attention_dropout}: "
+            "use attention_dropout=0, or attention_backend 'auto' or 'unfused'"
+        )
+
+
+def _check_literals(cfg: Any) -> None:
+    """Every field annotated `Literal[...]` holds one of its values."""
+    for field in dataclasses.fields(cfg):
+        if str(field.type).startswith("Literal["):
+            allowed = eval(str(field.type), {"Literal": Literal}).__args__
+            value = getattr(cfg, field.name)
+            if value not in allowed:
+                raise ValueError(f"{field.name} is {value!r}: must be {_or(repr(a) for a in allowed)}")
+
+
+def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {value}: must be {allowed}")
+
+
+def _positive_int(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}: must be a positive integer")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _or(values: Iterable[Any]) -> str:
+    *first, last = [str(v) for v in values]
+    return f"{', '.join(first)} or {last}" if first else last

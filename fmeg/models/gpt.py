@@ -1,0 +1,232 @@
+"""GPT: embedding, stacks of layers, a final norm and the output projection, as pure functions of a parameter tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmeg import tree
+from fmeg.config import TransformerConfig
+from fmeg.layers.dropout import DropoutKey
+from fmeg.layers.embedding import embed, embedding_specs, output_specs, unembed
+from fmeg.layers.loss import cross_entropy
+from fmeg.layers.norm import norm, norm_specs
+from fmeg.layers.rotary import rotary_table
+from fmeg.layers.transformer import (
+    LayerKeys,
+    LayerSpec,
+    get_gpt_decoder_block_spec,
+    group_layers,
+    layer_specs,
+    transformer_layer,
+)
+from fmeg.params import Params, Specs, cast_to_compute, check_params, init_from_specs, stack
+from fmeg.sharding.reshard import Mesh, require_single_device
+
+Layers = LayerSpec | Sequence[LayerSpec] | None
+
+
+def gpt_specs(cfg: TransformerConfig, *, layers: Layers = None) -> Specs:
+    """The parameters of a GPT: embedding, layers (stacked, by the name of their LayerSpec), final_norm, output.
+
+    `layers`: one LayerSpec for all layers, or one for each; None: those that the config asks for.
+
+    >>> cfg = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> gpt_specs(cfg)["layers"]["dense"]["mlp"]["up"]["weight"].shape
+    (2, 8, 32)
+    """
+    specs = {"embedding": embedding_specs(cfg), "layers": {}, "final_norm": norm_specs(cfg, cfg.hidden_size)}
+    for group in group_layers(_layer_list(cfg, layers)):
+        for name, layer in zip(group.names, group.unit, strict=True):
+            specs["layers"][name] = stack(layer_specs(cfg, layer), group.repeats)
+    if not cfg.share_embeddings_and_output_weights:
+        specs["output"] = output_specs(cfg)
+    return specs
+
+
+def init_params(
+    cfg: TransformerConfig,
+    *,
+    seed: int = 0,
+    mesh: Mesh = None,
+    specs: Specs | None = None,
+    device: torch.device | str = "cpu",
+) -> Params:
+    """Initial parameters, a nested dict: normal(0, init_method_std), the output projection of each sublayer smaller by
+    sqrt(2 num_layers) (Megatron-LM, Shoeybi et al. 2019). The same (config, seed) gives the same bits.
+
+    >>> cfg = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> params = init_params(cfg, seed=0)
+    >>> params["embedding"]["tokens"].shape  # stored padded to a multiple of 128 rows
+    torch.Size([128, 8])
+    """
+    require_single_device(mesh)
+    return init_from_specs(specs or gpt_specs(cfg), seed=seed, dtype=cfg.params_dtype, device=device)
+
+
+def gpt_forward(
+    params: Params,
+    tokens: Tensor,
+    cfg: TransformerConfig,
+    *,
+    mesh: Mesh = None,
+    layers: Layers = None,
+) -> Tensor:
+    """tokens [B, T] -> logits [B, T, V] over the true vocabulary, in at least fp32, without dropout.
+
+    Errors: ValueError for parameters of other shapes, ids outside the vocabulary, or T above max_position_embeddings.
+
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> gpt_forward(init_params(cfg), torch.tensor([[1, 2, 3]]), cfg).shape
+    torch.Size([1, 3, 96])
+    """
+    require_single_device(mesh)
+    check_params(params, gpt_specs(cfg, layers=layers))
+    check_batch({"tokens": tokens}, cfg)
+    x_BTD = gpt_hidden(params, tokens, cfg, mesh, layers=layers)
+    return unembed(_output_weight(params, cfg), x_BTD, cfg, mesh)[..., : cfg.vocab_size]
+
+
+def gpt_forward_step(
+    params: Params,
+    batch: dict[str, Tensor],
+    cfg: TransformerConfig,
+    ctx: Mesh,
+    *,
+    key: Tensor | None = None,
+    layers: Layers = None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of a batch as a sum and a count: `(loss_sum, token_count, metrics)`, each metric a sum over tokens too.
+
+    `batch`: tokens and labels [B, T], integers; loss_mask [B, T], the weight of each position, all ones if absent; rows
+    [B], the sequences' places in the global batch, which choose their dropout masks, 0 .. B-1 if absent. A label at a
+    position of weight 0 may be anything. `key` turns dropout on.
+
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> batch = {"tokens": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[2, 3, 4]])}
+    >>> loss_sum, token_count, metrics = gpt_forward_step(init_params(cfg), batch, cfg, None)
+    >>> round((loss_sum / token_count).item(), 1), token_count.item()  # ln 96 = 4.56
+    (4.6, 3.0)
+    """
+    check_batch(batch, cfg)
+    tokens_BT, labels_BT = batch["tokens"], batch["labels"]
+    mask_BT = batch.get("loss_mask")
+    mask_BT = torch.ones(tokens_BT.shape, device=tokens_BT.device) if mask_BT is None else mask_BT.float()
+    dropout_key = None
+    if key is not None:
+        rows_B = batch.get("rows", torch.arange(len(tokens_BT), device=tokens_BT.device))
+        dropout_key = DropoutKey(key, rows_B)
+    x_BTD = gpt_hidden(params, tokens_BT, cfg, ctx, layers=layers, key=dropout_key)
+    logits_BTV = unembed(_output_weight(params, cfg), x_BTD, cfg, ctx)
+    terms = cross_entropy(logits_BTV, torch.where(mask_BT != 0, labels_BT, 0), cfg)
+
+    def total(term_BT: Tensor) -> Tensor:
+        return torch.where(mask_BT != 0, term_BT * mask_BT, 0.0).sum()
+
+    metrics = {"nll": total(terms.nll_BT)}
+    if cfg.z_loss_coeff:
+        metrics["z_loss"] = total(terms.z_loss_BT)
+    return total(terms.loss_BT), mask_BT.sum(), metrics
+
+
+def gpt_hidden(
+    params: Params,
+    tokens_BT: Tensor,
+    cfg: TransformerConfig,
+    ctx: Mesh,
+    *,
+    layers: Layers = None,
+    key: DropoutKey | None = None,
+) -> Tensor:
+    """tokens[B,T] -> x[B,T,D] after the final norm, in the compute dtype."""
+    params = cast_to_compute(params, gpt_specs(cfg, layers=layers), cfg)
+    positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    keys = _split_keys(key, cfg.num_layers)
+    x_BTD = embed(params["embedding"], tokens_BT, positions_T, cfg, ctx, key=next(keys))
+    rotary = rotary_table(cfg, positions_T)
+    for layer, layer_params in _unstack(params["layers"], _layer_list(cfg, layers)):
+        x_BTD = transformer_layer(layer_params, x_BTD, cfg, ctx, layer, rotary=rotary, keys=next(keys))
+    return norm(params["final_norm"], x_BTD, cfg)
+
+
+def check_batch(batch: dict[str, Tensor], cfg: TransformerConfig) -> None:
+    """Refuse a batch that the model cannot take: ValueError or TypeError in one line.
+
+    Shapes and dtypes are always checked; the values of ids only where they are known, that is not while tracing.
+    """
+    tokens = batch["tokens"]
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens have shape {tuple(tokens.shape)}: must be [batch, sequence]")
+    if tokens.shape[1] > cfg.max_position_embeddings:
+        raise ValueError(
+            f"sequence length {tokens.shape[1]} is above max_position_embeddings {cfg.max_position_embeddings}: "
+            "shorten the sequences or raise max_position_embeddings"
+        )
+    for name in ("labels", "loss_mask"):
+        if name in batch and batch[name].shape != tokens.shape:
+            raise ValueError(f"{name} have shape {tuple(batch[name].shape)}: must be that of tokens, {tuple(tokens.shape)}")
+    mask = batch.get("loss_mask")
+    for name in ("tokens", "labels"):
+        if name in batch:
+            used = None if name == "tokens" or mask is None else mask != 0
+            _check_ids(name, batch[name], used, cfg.vocab_size)
+
+
+def _check_ids(name: str, ids: Tensor, used: Tensor | None, vocab_size: int) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} have dtype {ids.dtype}: must be torch.int64 or torch.int32")
+    # A traced, mapped or fake tensor has no values to look at; the step checks them before it enters the graph.
+    if ids.numel() == 0 or not _is_concrete(ids):
+        return
+    low, high = (ids if used is None else torch.where(used, ids, 0)).aminmax()
+    bad = low if low < 0 else high
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} hold id {bad.item()}, outside the vocabulary: must be in [0, {vocab_size})")
+
+
+def _is_concrete(x: Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) is Tensor and not wrapped and not torch.compiler.is_compiling()
+
+
+def _layer_list(cfg: TransformerConfig, layers: Layers) -> Sequence[LayerSpec]:
+    """One LayerSpec per layer."""
+    if layers is None:
+        return get_gpt_decoder_block_spec(cfg)
+    if isinstance(layers, LayerSpec):
+        return (layers,) * cfg.num_layers
+    if len(layers) != cfg.num_layers:
+        raise ValueError(f"layers holds {len(layers)} LayerSpecs for num_layers {cfg.num_layers}: give one, or one per layer")
+    return layers
+
+
+def _unstack(stacks: Params, layers: Sequence[LayerSpec]) -> Iterator[tuple[LayerSpec, Params]]:
+    """Each layer's spec and parameters, in the model's order."""
+    for group in group_layers(layers):
+        # unbind, not indexing: its backward is one stack, where n selects would each fill and add a whole array.
+        units = []
+        for name in group.names:
+            flat, treedef = tree.flatten(stacks[name])
+            units.append([tree.unflatten(treedef, list(one)) for one in zip(*(p.unbind(0) for p in flat), strict=True)])
+        for i in range(group.repeats):
+            for layer, per_repeat in zip(group.unit, units, strict=True):
+                yield layer, per_repeat[i]
+
+
+def _split_keys(key: DropoutKey | None, num_layers: int) -> Iterator[Any]:
+    """The key of the embedding, then the keys of each layer, from one split."""
+    if key is None:
+        yield from [None] * (1 + num_layers)
+        return
+    first, *rest = key.split(1 + 4 * num_layers)
+    yield first
+    for i in range(num_layers):
+        yield LayerKeys(*rest[4 * i : 4 * i + 4])
+
+
+def _output_weight(params: Params, cfg: TransformerConfig) -> Tensor:
+    weight = params["embedding"]["tokens"] if cfg.share_embeddings_and_output_weights else params["output"]["weight"]
+    return weight.to(cfg.compute_dtype)

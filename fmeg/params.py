@@ -1,0 +1,133 @@
+"""Parameters are declared once, as a tree of `ParamSpec` beside the function that uses them.
+
+Shapes, layouts, initial values, weight-decay groups and counts are all read from that tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fmeg import random, tree
+from fmeg.config import TransformerConfig
+from fmeg.sharding.spec import P
+
+Specs = Any
+Params = Any
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: normal(0, std), or a constant."""
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+
+ZEROS, ONES = Init("zeros"), Init("ones")
+
+
+def normal(std: float) -> Init:
+    """Normal with mean 0 and standard deviation `std`."""
+    return Init("normal", std)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: its shape, the logical axis of each dimension, and its initial values.
+
+    `decay`: whether weight decay applies. None: it does where the parameter has more than one dimension besides "layers".
+    `full_precision`: not cast to the compute dtype (norm weights).
+    `storage_shape`: the shape in memory where it is padded; the padding starts at zero and never takes part.
+
+    >>> ParamSpec((64, 256), P("embed", "mlp"), normal(0.02)).stacked(4)
+    ParamSpec(shape=(4, 64, 256), axes=P('layers', 'embed', 'mlp'), init=Init(kind='normal', std=0.02), decay=True, ...)
+    """
+
+    shape: tuple[int, ...]
+    axes: P
+    init: Init
+    decay: bool | None = None
+    full_precision: bool = False
+    storage_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"ParamSpec of shape {self.shape} needs {len(self.shape)} axes, got {self.axes}")
+        if self.decay is None:
+            object.__setattr__(self, "decay", sum(axis != "layers" for axis in self.axes) > 1)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in memory."""
+        return self.storage_shape or self.shape
+
+    def stacked(self, n: int) -> ParamSpec:
+        """`n` of these on a leading "layers" axis."""
+        if self.storage_shape is not None:
+            raise ValueError(f"a padded parameter cannot be stacked: {self}")
+        return dataclasses.replace(self, shape=(n, *self.shape), axes=P("layers", *self.axes))
+
+
+def stack(specs: Specs, n: int) -> Specs:
+    """Every spec of a tree stacked `n` times."""
+    return tree.map(lambda spec: spec.stacked(n), specs)
+
+
+def init_from_specs(specs: Specs, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Params:
+    """Initial values for a tree of specs.
+
+    A parameter's values are a function of the seed, its path and the index of each element. They are drawn in fp32 and
+    cast, so that every dtype starts from the same numbers.
+
+    >>> specs = {"up": ParamSpec((2, 3), P("embed", "mlp"), normal(0.02))}
+    >>> init_from_specs(specs, seed=0, dtype=torch.float32)["up"].shape
+    torch.Size([2, 3])
+    """
+    root = random.key(seed)
+
+    def init(path: str, spec: ParamSpec) -> Tensor:
+        if spec.init.kind != "normal":
+            fill = 1.0 if spec.init.kind == "ones" else 0.0
+            return torch.full(spec.stored, fill, dtype=dtype, device=device)
+        drawn = random.normal(random.fold_in(root, path).to(device), spec.shape) * spec.init.std
+        value = torch.zeros(spec.stored, dtype=dtype, device=device)
+        value[tuple(slice(n) for n in spec.shape)] = drawn.to(dtype)
+        return value
+
+    return tree.map_with_path(init, specs)
+
+
+def cast_to_compute(params: Params, specs: Specs, cfg: TransformerConfig) -> Params:
+    """Parameters in the compute dtype, norm weights as they are. Nothing happens where the dtypes agree already."""
+    return tree.map(lambda p, s: p if s.full_precision else p.to(cfg.compute_dtype), params, specs)
+
+
+def count_params(specs: Specs) -> int:
+    """Number of parameters, padding not counted.
+
+    >>> count_params({"up": ParamSpec((2, 3), P("embed", "mlp"), ZEROS), "bias": ParamSpec((3,), P("mlp"), ZEROS)})
+    9
+    """
+    return sum(math.prod(spec.shape) for spec in tree.leaves(specs))
+
+
+def check_params(params: Params, specs: Specs) -> None:
+    """Refuse a tree whose names or shapes are not those of `specs`: ValueError, naming the first few differences."""
+    want = {path: spec.stored for path, spec in tree.flatten_with_path(specs)}
+    have = {path: tuple(leaf.shape) for path, leaf in tree.flatten_with_path(params)}
+    missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
+    if missing or unexpected:
+        raise ValueError(f"parameters do not match the config: missing {_few(missing)}, unexpected {_few(unexpected)}")
+    wrong = [f"{path} {have[path]} instead of {want[path]}" for path in want if have[path] != want[path]]
+    if wrong:
+        raise ValueError(f"parameters do not match the config: shape of {_few(wrong)}")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"

@@ -1,0 +1,1 @@
+"""Logical axes, and what moves an array from one layout to another."""

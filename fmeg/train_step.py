@@ -1,0 +1,246 @@
+"""The train step: forward, backward, accumulation over microbatches, clipping and update, as one pure function.
+
+A researcher writes `forward_step(params, batch, cfg, ctx, *, key=None) -> (loss_sum, token_count, metrics)`; everything
+else is here. Sums and counts are added up over microbatches and divided once, so that the result does not depend on
+how the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmeg import random, tree
+from fmeg.autodiff import value_and_grad
+from fmeg.config import TransformerConfig
+from fmeg.jit import jit
+from fmeg.layers.norm import at_least_fp32
+from fmeg.models.gpt import check_batch, gpt_forward_step, gpt_specs, init_params
+from fmeg.optim import Optimizer, apply_updates, global_norm
+from fmeg.params import Params, Specs, cast_to_compute, check_params
+from fmeg.sharding.reshard import Mesh, require_single_device
+
+Batch = dict[str, Tensor]
+Metrics = dict[str, Tensor]
+ForwardStep = Callable[..., tuple[Tensor, Tensor, Metrics]]
+
+
+class TrainState(NamedTuple):
+    """Everything a run needs to go on: batches consumed (int64), parameters, optimizer state."""
+
+    step: Tensor
+    params: Params
+    opt_state: Any
+
+
+class Sums(NamedTuple):
+    """What is added up over microbatches besides gradients."""
+
+    loss: Tensor
+    tokens: Tensor
+    metrics: Metrics
+
+
+def init_state(
+    cfg: TransformerConfig,
+    opt: Optimizer,
+    *,
+    seed: int = 0,
+    mesh: Mesh = None,
+    specs: Specs | None = None,
+    device: torch.device | str = "cpu",
+) -> TrainState:
+    """A fresh TrainState: `init_params` and `opt.init`. `specs`: those of another model than the config's GPT.
+
+    >>> from fmeg.optim import sgd
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> init_state(cfg, sgd(0.1)).step
+    tensor(0)
+    """
+    params = init_params(cfg, seed=seed, mesh=mesh, specs=specs, device=device)
+    return TrainState(torch.zeros((), dtype=torch.int64, device=device), params, opt.init(params))
+
+
+def make_train_step(
+    cfg: TransformerConfig,
+    opt: Optimizer,
+    *,
+    mesh: Mesh = None,
+    forward_step: ForwardStep = gpt_forward_step,
+    specs: Specs | None = None,
+    num_microbatches: int = 1,
+    compile: bool = True,
+    donate: bool = False,
+    key: Tensor | None = None,
+    check: Callable[[Batch, TransformerConfig], None] | None = check_batch,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`step(state, batch) -> (state, metrics)`.
+
+    `batch`: tensors with a leading batch dimension, cut into `num_microbatches` equal parts. `key` turns dropout on; every
+    step folds its number in. `donate`: the state passed in is overwritten. `specs`: the parameters of another model
+    than the config's GPT, for `forward_step`. `check`: what looks at each batch's values before the graph runs.
+
+    metrics: loss (mean per token), grad_norm (before clipping), num_tokens, learning_rate, skipped, and the metrics of
+    `forward_step` per token. A step whose gradients are not finite consumes its batch and changes nothing else;
+    `skipped` is then 1.
+
+    >>> from fmeg.optim import sgd
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> opt = sgd(0.1)
+    >>> step = make_train_step(cfg, opt, compile=False)
+    >>> state, metrics = step(init_state(cfg, opt), {"tokens": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, 3]])})
+    >>> sorted(metrics), state.step.item()
+    (['grad_norm', 'learning_rate', 'loss', 'nll', 'num_tokens', 'skipped'], 1)
+    """
+    require_single_device(mesh)
+    specs = gpt_specs(cfg) if specs is None else specs
+
+    def finish(state: TrainState, grad_sums: Params, sums: list[Sums]) -> tuple[TrainState, Metrics]:
+        grads, metrics = _mean(grad_sums, sums)
+        updates, opt_state = opt.update(grads, state.opt_state, state.params, specs)
+        finite = torch.isfinite(metrics["grad_norm"])
+        new = TrainState(state.step, apply_updates(state.params, updates), opt_state)
+        new = tree.map(lambda a, b: torch.where(finite, a, b), new, state)
+        metrics |= opt.report(state.opt_state) | {"skipped": (~finite).int()}
+        return new._replace(step=state.step + 1), metrics
+
+    def inputs(state: TrainState, key: Tensor | None) -> tuple[Params, Tensor | None]:
+        return state.params, None if key is None else random.fold_in(key, state.step)
+
+    gradient = _make_gradient(cfg, mesh, forward_step, specs)
+    return _compose(cfg, specs, gradient, inputs, finish, num_microbatches, compile, donate, key, check)
+
+
+def make_grad_step(
+    cfg: TransformerConfig,
+    *,
+    mesh: Mesh = None,
+    forward_step: ForwardStep = gpt_forward_step,
+    specs: Specs | None = None,
+    num_microbatches: int = 1,
+    compile: bool = True,
+    key: Tensor | None = None,
+    check: Callable[[Batch, TransformerConfig], None] | None = check_batch,
+) -> Callable[[Params, Batch], tuple[Params, Metrics]]:
+    """`grad_step(params, batch) -> (grads, metrics)`: the gradients of the mean loss per token, before clipping.
+
+    Arguments are those of `make_train_step`; `key` is used as it is. Gradients are in fp32 (fp64 for fp64 parameters).
+
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> batch = {"tokens": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, 3]])}
+    >>> grads, metrics = make_grad_step(cfg, compile=False)(init_params(cfg), batch)
+    >>> grads["final_norm"]["scale"].shape, metrics["num_tokens"].item()
+    (torch.Size([8]), 2.0)
+    """
+    require_single_device(mesh)
+    specs = gpt_specs(cfg) if specs is None else specs
+
+    def finish(params: Params, grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:
+        return _mean(grad_sums, sums)
+
+    def inputs(params: Params, key: Tensor | None) -> tuple[Params, Tensor | None]:
+        return params, key
+
+    gradient = _make_gradient(cfg, mesh, forward_step, specs)
+    return _compose(cfg, specs, gradient, inputs, finish, num_microbatches, compile, False, key, check)
+
+
+def _make_gradient(
+    cfg: TransformerConfig, mesh: Mesh, forward_step: ForwardStep, specs: Specs
+) -> Callable[[Params, Batch, Tensor | None], tuple[Params, Sums]]:
+    """`gradient(compute_params, microbatch, key)`: gradients of the loss sum, in at least fp32, and the sums."""
+
+    def loss(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, tuple[Tensor, Metrics]]:
+        loss_sum, token_count, metrics = forward_step(params, batch, cfg, mesh, key=key)
+        return loss_sum, (token_count, metrics)
+
+    def gradient(params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
+        (loss_sum, (token_count, metrics)), grads = value_and_grad(loss, has_aux=True)(params, batch, key)
+        return tree.map(at_least_fp32, grads), Sums(loss_sum, token_count, metrics)
+
+    return gradient
+
+
+def _mean(grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:
+    """Divide once by the number of tokens; without any token, loss and gradients are zero."""
+    total = tree.map(lambda *parts: torch.stack(parts).sum(0), *sums) if len(sums) > 1 else sums[0]
+    count = torch.where(total.tokens > 0, total.tokens, 1.0)
+    grads = tree.map(lambda g: g / count.to(g.dtype), grad_sums)
+    metrics = {name: value / count for name, value in total.metrics.items()}
+    metrics |= {"loss": total.loss / count, "num_tokens": total.tokens, "grad_norm": global_norm(grads)}
+    return grads, metrics
+
+
+def _compose(
+    cfg: TransformerConfig,
+    specs: Specs,
+    gradient: Callable[..., tuple[Params, Sums]],
+    inputs: Callable[..., tuple[Params, Tensor | None]],
+    finish: Callable[..., tuple[Any, Metrics]],
+    num_microbatches: int,
+    compile: bool,
+    donate: bool,
+    key: Tensor | None,
+    check: Callable[[Batch, TransformerConfig], None] | None,
+) -> Callable[[Any, Batch], tuple[Any, Metrics]]:
+    """Put the parts of a step together: one graph for one microbatch; else one graph that is run for each microbatch,
+    adding to donated gradients, between a graph that casts the parameters and a graph that finishes.
+    """
+    compiled = jit if compile else (lambda fn, donate=(): fn)
+    donated = (0,) if donate else ()
+
+    def begin(carry: Any, key: Tensor | None) -> tuple[Params, Tensor | None]:
+        params, key = inputs(carry, key)
+        return cast_to_compute(params, specs, cfg), key
+
+    def whole(carry: Any, batch: Batch, key: Tensor | None) -> tuple[Any, Metrics]:
+        params, key = begin(carry, key)
+        grads, sums = gradient(params, batch, key)
+        return finish(carry, grads, [sums])
+
+    def accumulate(total: Params, params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
+        grads, sums = gradient(params, batch, key)
+        return tree.map(torch.add, total, grads), sums
+
+    run_whole, run_begin = compiled(whole, donate=donated), compiled(begin)
+    run_accumulate, run_finish = compiled(accumulate, donate=(0,)), compiled(finish, donate=donated)
+
+    def step(carry: Any, batch: Batch) -> tuple[Any, Metrics]:
+        params, _ = inputs(carry, None)
+        check_params(params, specs)
+        if check is not None:
+            check(batch, cfg)
+        if key is not None and "rows" not in batch:
+            batch = batch | {"rows": torch.arange(_batch_size(batch), device=key.device)}
+        microbatches = _cut(batch, num_microbatches)
+        if num_microbatches == 1:
+            return run_whole(carry, batch, key)
+        compute_params, step_key = run_begin(carry, key)
+        grads = tree.map(lambda p: torch.zeros_like(p, dtype=at_least_fp32(p[:0]).dtype), params)
+        sums = []
+        for microbatch in microbatches:
+            grads, one = run_accumulate(grads, compute_params, microbatch, step_key)
+            sums.append(one)
+        return run_finish(carry, grads, sums)
+
+    return step
+
+
+def _batch_size(batch: Batch) -> int:
+    sizes = {name: len(leaf) for name, leaf in batch.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"the parts of a batch have different numbers of sequences: {sizes}")
+    return next(iter(sizes.values()))
+
+
+def _cut(batch: Batch, num_microbatches: int) -> list[Batch]:
+    size = _batch_size(batch)
+    if num_microbatches < 1 or size % num_microbatches:
+        raise ValueError(
+            f"a batch of {size} sequences cannot be cut into num_microbatches {num_microbatches}: use a divisor of {size}"
+        )
+    parts = {name: leaf.chunk(num_microbatches) for name, leaf in batch.items()}
+    return [{name: leaf[i] for name, leaf in parts.items()} for i in range(num_microbatches)]
