@@ -73,7 +73,9 @@ class Jitted(Generic[A, R]):
         if signature not in self._compiled:
             traced = _trace(self._fn, self._donate, args)
             # Static shapes: another shape is another graph, and no result depends on which shape came first.
-            self._compiled[signature] = (torch.compile(traced.graph, fullgraph=True, dynamic=False), traced)
+            tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+            with torch.no_grad():
+                self._compiled[signature] = (torch._inductor.compile(traced.graph, tensors), traced)
         run, traced = self._compiled[signature]
         outs = iter(run(*(leaf for leaf in flat if isinstance(leaf, Tensor))))
         return tree.unflatten(traced.treedef, [next(outs) if leaf is None else leaf for leaf in traced.leaves])

@@ -261,11 +261,12 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
         grads: Updates, state: LearningRateState, params: Params, specs: Specs = None
     ) -> tuple[Updates, LearningRateState]:
         lr = schedule(state.step)
-        if callable(learning_rate):
-            updates = tree.map(lambda g: g * -lr.to(g.dtype), grads)
-        else:
-            updates = tree.map(lambda g: g * -learning_rate, grads)
-        return updates, LearningRateState(state.step + 1, lr)
+
+        def scale(update: Tensor) -> Tensor:
+            update = update.to(_at_least_fp32(update))
+            return update * (-lr.to(update.dtype) if callable(learning_rate) else -learning_rate)
+
+        return tree.map(scale, grads), LearningRateState(state.step + 1, lr)
 
     return Optimizer(init, update, lambda state: {"learning_rate": schedule(state.step)})
 

@@ -253,7 +253,7 @@ def test_without_specs_leaves_of_two_dimensions_decay() -> None:
 
 def test_half_precision_parameters_get_fp32_state_and_updates() -> None:
     params = random_tree(0, torch.bfloat16)
-    for optimizer in (optim.adamw(0.1, clip_grad=1.0), optim.sgd(0.1, momentum=0.9, nesterov=True)):
+    for optimizer in (optim.adamw(0.1, clip_grad=1.0), optim.sgd(0.1, momentum=0.9, nesterov=True), optim.sgd(0.1)):
         updates, state = optimizer.update(random_tree(1, torch.bfloat16), optimizer.init(params), params, SPECS)
         assert {u.dtype for u in tree.leaves(updates)} == {torch.float32}
         assert not {torch.bfloat16} & {leaf.dtype for leaf in tree.leaves(state)}
