@@ -88,6 +88,7 @@ class YarnRopeScaling:
 
 
 RopeScaling = Llama3RopeScaling | YarnRopeScaling
+ROPE_SCALINGS: dict[str, type] = {"llama3": Llama3RopeScaling, "yarn": YarnRopeScaling}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,3 +421,44 @@ def _divisors(n: int) -> list[int]:
 def _or(values: Iterable[Any]) -> str:
     *first, last = [str(v) for v in values]
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def config_to_dict(cfg: Any) -> dict[str, Any]:
+    """A config as plain values, for JSON.
+
+    >>> config_to_dict(Llama3RopeScaling())["kind"]
+    'llama3'
+    """
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif dataclasses.is_dataclass(value):
+            value = config_to_dict(value)
+        out[field.name] = value
+    kinds = {cls: kind for kind, cls in ROPE_SCALINGS.items()}
+    return {"kind": kinds[type(cfg)], **out} if type(cfg) in kinds else out
+
+
+def config_from_dict(cls: type[Any], values: dict[str, Any]) -> Any:
+    """The inverse of `config_to_dict`.
+
+    >>> cfg = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=96, window_size=(8, 0),
+    ...     position_embedding_type="rope", rope_scaling=YarnRopeScaling(factor=4.0))
+    >>> config_from_dict(TransformerConfig, config_to_dict(cfg)) == cfg
+    True
+    """
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "params_dtype":
+            value = DTYPES[value]
+        elif name == "rope_scaling" and value is not None:
+            value = dict(value)
+            value = ROPE_SCALINGS[value.pop("kind")](**value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        out[name] = value
+    return cls(**out)

@@ -11,8 +11,10 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from fmeg import tree
@@ -72,13 +74,22 @@ class Jitted(Generic[A, R]):
         signature = (treedef, tuple(_signature(leaf) for leaf in flat))
         if signature not in self._compiled:
             traced = _trace(self._fn, self._donate, args)
-            # Static shapes: another shape is another graph, and no result depends on which shape came first.
-            tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-            with torch.no_grad():
-                self._compiled[signature] = (torch._inductor.compile(traced.graph, tensors), traced)
+            self._compiled[signature] = (_compile(traced.graph, [leaf for leaf in flat if isinstance(leaf, Tensor)]), traced)
         run, traced = self._compiled[signature]
         outs = iter(run(*(leaf for leaf in flat if isinstance(leaf, Tensor))))
         return tree.unflatten(traced.treedef, [next(outs) if leaf is None else leaf for leaf in traced.leaves])
+
+
+def _compile(graph: GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
+    """Compile a flat graph for tensors of exactly these shapes.
+
+    Inductor is called directly: Dynamo would retrace the flat graph and check guards at every call, for nothing, since
+    the signature is the guard. The fake tensors carry a shape environment because inductor's disk cache asks for one.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
+    with torch.no_grad():
+        return torch._inductor.compile(graph, fakes)
 
 
 def _signature(leaf: Any) -> Any:

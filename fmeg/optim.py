@@ -351,14 +351,18 @@ def _anneal(style: str, start: int, end: int, max_lr: float, min_lr: float) -> C
     return lambda n: min_lr + (max_lr - min_lr) * curves[style](((n - start) / (end - start)).clamp(0.0, 1.0))
 
 
-def constant_schedule(lr: float) -> Schedule:
-    """`lr` at every count; a negative or infinite one is a ValueError.
+def constant_schedule(lr: float, *, warmup_steps: int = 0, init_lr: float = 0.0) -> Schedule:
+    """`lr` at every count, after a linear warm-up from `init_lr` in the first `warmup_steps`.
+
+    Negative or infinite numbers, and an `init_lr` above `lr`, are ValueErrors.
 
     >>> constant_schedule(0.5)(7)
     tensor(0.5000)
     """
     _require(0 <= lr < math.inf, "learning rate", lr, "finite and at least 0", "pass a number such as 1e-3")
-    return _warm_up(lr, lr, 0, lambda n: torch.full_like(n, lr))
+    _require(warmup_steps >= 0, "warmup_steps", warmup_steps, "at least 0", "pass 0 for no warm-up")
+    _require(0 <= init_lr <= lr, "init_lr", init_lr, f"in [0, {lr}]", "start the warm-up at or below the learning rate")
+    return _warm_up(init_lr, lr, warmup_steps, lambda n: torch.full_like(n, lr))
 
 
 def linear_schedule(
