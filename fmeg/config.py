@@ -2,6 +2,13 @@
 
 A field is here when something reads it. `docs/coming-from-megatron.md` says where the others went. `None` means
 "derive it": the properties give the derived value, so `replace` never leaves a stale one behind.
+
+>>> cfg = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=96)
+>>> cfg.head_dim, cfg.ffn_size, cfg.padded_vocab_size
+(16, 256, 128)
+>>> cfg.replace(num_attention_heads=5)
+Traceback (most recent call last):
+ValueError: hidden_size 64 is not divisible by num_attention_heads 5: use 1, 2, 4, 8, 16, 32 or 64 heads, or set kv_channels
 """
 
 from __future__ import annotations
@@ -93,14 +100,13 @@ ROPE_SCALINGS: dict[str, type] = {"llama3": Llama3RopeScaling, "yarn": YarnRopeS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig(_Replace):
-    """Number formats of parameters and of compute.
-
-    `params_dtype`: the dtype in which parameters are held. `bf16`: hold fp32 parameters, cast them once per step, compute
-    in bf16; norms, softmax, loss, gradients and optimizer stay in fp32.
-    """
+    """Number formats of parameters and of compute."""
 
     params_dtype: torch.dtype = torch.float32
+    """The dtype in which parameters are held."""
     bf16: bool = False
+    """Hold fp32 parameters, cast them once per step and compute in bf16; norms, softmax, loss, gradients and optimizer stay
+    in fp32."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -110,21 +116,17 @@ class ModelParallelConfig(_Replace):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelParallelConfig):
-    """A decoder-only transformer.
-
-    >>> cfg = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=96)
-    >>> cfg.head_dim, cfg.ffn_size, cfg.padded_vocab_size
-    (16, 256, 128)
-    >>> cfg.replace(num_attention_heads=6)
-    Traceback (most recent call last):
-    ValueError: hidden_size 64 is not divisible by num_attention_heads 6: use 1, 2, 4, 8, 16, 32 or 64 heads, or set kv_channels
-    """
+    """A decoder-only transformer."""
 
     # architecture
     num_layers: int
+    """Number of transformer layers."""
     hidden_size: int
+    """Width of the residual stream."""
     num_attention_heads: int
+    """Query heads of each layer."""
     vocab_size: int
+    """Number of token ids."""
     num_query_groups: int | None = None
     """Key/value heads. None: one per query head; 1: multi-query attention."""
     kv_channels: int | None = None
@@ -134,10 +136,13 @@ class TransformerConfig(ModelParallelConfig):
     max_position_embeddings: int = 2048
     """The longest sequence, in tokens."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """The norm before each sublayer and at the end."""
     layernorm_epsilon: float = 1e-5
+    """Added to the variance or the mean square."""
     layernorm_zero_centered_gamma: bool = False
     """Store a norm's weight as its distance from 1 (Megatron's apply_layernorm_1p)."""
     activation: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
+    """Of the MLP."""
     gated_linear_unit: bool = False
     """Multiply the activation by a second projection: silu makes SwiGLU of it, gelu GeGLU."""
     add_bias_linear: bool = True
@@ -159,21 +164,27 @@ class TransformerConfig(ModelParallelConfig):
 
     # positions
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """learned_absolute: a table of max_position_embeddings rows. rope: rotary."""
     rotary_base: float = 10000.0
+    """Base of the rotary wavelengths."""
     rotary_percent: float = 1.0
     """Share of the head dimension that is rotated."""
     rotary_interleaved: bool = False
     """Rotate neighbouring pairs instead of the two halves."""
     rope_scaling: RopeScaling | None = None
+    """Frequency scaling for longer contexts than the model was trained on, with all numbers of its kind."""
 
     # embedding and output
     share_embeddings_and_output_weights: bool = False
+    """Use the token embedding as the output projection too."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is stored padded to a multiple of this. The padding never shows in a result or a file."""
 
     # regularization
     hidden_dropout: float = 0.1
+    """On the embedding and on what each sublayer adds, in training."""
     attention_dropout: float = 0.1
+    """On attention probabilities, in training."""
     label_smoothing: float = 0.0
     """Share of the target's mass that is spread evenly over the vocabulary."""
     z_loss_coeff: float = 0.0
@@ -181,6 +192,7 @@ class TransformerConfig(ModelParallelConfig):
 
     # initial values
     init_method_std: float = 0.02
+    """Standard deviation of initial weights; smaller by sqrt(2 num_layers) where a sublayer ends."""
     embedding_init_method_std: float | None = None
     """None: init_method_std."""
 
@@ -239,24 +251,33 @@ class OptimizerConfig(_Replace):
     optimizer: Literal["adam", "sgd"] = "adam"
     """adam: AdamW, decay decoupled (Loshchilov and Hutter 2019). sgd: with momentum."""
     lr: float = 1e-3
+    """Largest learning rate."""
     min_lr: float = 0.0
+    """Where the decay ends."""
     weight_decay: float = 0.01
     """Not applied to biases and norm weights."""
     adam_beta1: float = 0.9
+    """Decay per update of the mean gradient."""
     adam_beta2: float = 0.95
+    """Decay per update of the mean squared gradient. Megatron-LM's default is 0.999."""
     adam_eps: float = 1e-8
+    """Added to the root of the mean square."""
     sgd_momentum: float = 0.9
+    """Of sgd."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD", "inverse-square-root"] = "cosine"
+    """How the learning rate falls from lr to min_lr after the warm-up."""
     lr_warmup_iters: int = 0
     """Linear warm-up; the first update then has learning rate lr_warmup_init."""
     lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warm-up."""
     lr_decay_iters: int | None = None
     """Updates after which the learning rate is min_lr. None: train_iters."""
     lr_wsd_decay_iters: int | None = None
     """WSD only: length of the final decay."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """WSD only: the shape of the final decay."""
 
     def __post_init__(self) -> None:
         _check_literals(self)
@@ -274,13 +295,17 @@ class TrainConfig(_Replace):
     """A training run: batches, length, what is written and when. Sizes in sequences, lengths in tokens or updates."""
 
     seq_length: int = 256
+    """Tokens per sequence."""
     micro_batch_size: int = 8
     """Sequences that are computed at a time."""
     global_batch_size: int = 8
     """Sequences per update; a multiple of micro_batch_size."""
     train_iters: int = 500
+    """Updates."""
     seed: int = 1234
+    """Of initial weights, data order and dropout."""
     log_interval: int = 10
+    """Updates between lines of metrics.jsonl."""
     eval_interval: int = 100
     """Updates between evaluations on held-out text; 0: only at the end."""
     eval_iters: int = 10
@@ -289,7 +314,14 @@ class TrainConfig(_Replace):
     """Updates between checkpoints; 0: only at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"):
+        for name in (
+            "seq_length",
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "log_interval",
+            "eval_iters",
+        ):
             _positive_int(name, getattr(self, name))
         for name in ("eval_interval", "save_interval", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")

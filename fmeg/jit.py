@@ -74,7 +74,10 @@ class Jitted(Generic[A, R]):
         signature = (treedef, tuple(_signature(leaf) for leaf in flat))
         if signature not in self._compiled:
             traced = _trace(self._fn, self._donate, args)
-            self._compiled[signature] = (_compile(traced.graph, [leaf for leaf in flat if isinstance(leaf, Tensor)]), traced)
+            self._compiled[signature] = (
+                _compile(traced.graph, [leaf for leaf in flat if isinstance(leaf, Tensor)]),
+                traced,
+            )
         run, traced = self._compiled[signature]
         outs = iter(run(*(leaf for leaf in flat if isinstance(leaf, Tensor))))
         return tree.unflatten(traced.treedef, [next(outs) if leaf is None else leaf for leaf in traced.leaves])
@@ -87,7 +90,7 @@ def _compile(graph: GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
     the signature is the guard. The fake tensors carry a shape environment because inductor's disk cache asks for one.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
+    fakes: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in tensors]
     with torch.no_grad():
         return torch._inductor.compile(graph, fakes)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fmeg import tree
+from fmeg.fusion import materialize
 
 Params = Any  # nested dicts of tensors
 Updates = Any  # the structure of Params
@@ -42,16 +43,12 @@ class EmptyState(NamedTuple):
     """State of a transformation that remembers nothing."""
 
 
-# Scalars that take a power or a cosine are kept in the state, though nothing reads them there: as a result of the step
-# a compiler stores them once, where it would otherwise repeat the power inside every parameter's elementwise loop.
 class AdamState(NamedTuple):
-    """Updates done (0-d integer), running means of gradient and square, and their last bias corrections (0-d fp64)."""
+    """Updates done (0-d integer), and the running means of gradient and square."""
 
     step: Tensor
     mu: Params
     nu: Params
-    mu_scale: Tensor
-    nu_scale: Tensor
 
 
 class TraceState(NamedTuple):
@@ -61,10 +58,9 @@ class TraceState(NamedTuple):
 
 
 class LearningRateState(NamedTuple):
-    """Updates done (0-d integer), and the learning rate of the last (0-d fp32)."""
+    """Updates done (0-d integer)."""
 
     step: Tensor
-    learning_rate: Tensor
 
 
 def _require(ok: bool, name: str, value: object, allowed: str, remedy: str) -> None:
@@ -80,10 +76,10 @@ def _zeros(params: Params) -> Params:
     return tree.map(lambda p: torch.zeros_like(p, dtype=_at_least_fp32(p)), params)
 
 
-def _scalar(params: Params, dtype: torch.dtype) -> Tensor:
+def _zero_count(params: Params) -> Tensor:
     # On the parameters' device, so that a step on an accelerator never waits for a copy from the host.
     leaves = tree.leaves(params)
-    return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
+    return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
 
 
 def _empty_state(params: Params) -> EmptyState:
@@ -161,7 +157,7 @@ def clip_by_global_norm(max_norm: float, eps: float = 1e-6) -> Optimizer:
     _require(0 <= eps < math.inf, "eps", eps, "finite and at least 0", "the default is 1e-6")
 
     def update(grads: Updates, state: State, params: Params, specs: Specs = None) -> tuple[Updates, State]:
-        scale = (max_norm / (global_norm(grads) + eps)).clamp(max=1.0)
+        scale = materialize((max_norm / (global_norm(grads) + eps)).clamp(max=1.0))
         return tree.map(lambda g: g.to(_at_least_fp32(g)) * scale.to(_at_least_fp32(g)), grads), state
 
     return Optimizer(_empty_state, update)
@@ -181,20 +177,19 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Optim
     _require(0 <= eps < math.inf, "eps", eps, "finite and at least 0", "the default is 1e-8")
 
     def init(params: Params) -> AdamState:
-        step, mu_scale, nu_scale = (_scalar(params, dtype) for dtype in (torch.int32, torch.float64, torch.float64))
-        return AdamState(step, _zeros(params), _zeros(params), mu_scale, nu_scale)
+        return AdamState(_zero_count(params), _zeros(params), _zeros(params))
 
     def update(grads: Updates, state: AdamState, params: Params, specs: Specs = None) -> tuple[Updates, AdamState]:
         step = state.step + 1
         # In fp64: `1 - 0.999**1` would lose three of fp32's seven digits.
-        mu_scale, nu_scale = (1 / (1 - beta ** step.to(torch.float64)) for beta in (b1, b2))
+        mu_scale, nu_scale = (materialize(1 / (1 - beta ** step.to(torch.float64))) for beta in (b1, b2))
         mu = tree.map(lambda g, m: b1 * m + (1 - b1) * g.to(m.dtype), grads, state.mu)
         nu = tree.map(lambda g, v: b2 * v + (1 - b2) * g.to(v.dtype).square(), grads, state.nu)
 
         def direction(m: Tensor, v: Tensor) -> Tensor:
             return m * mu_scale.to(m.dtype) / ((v * nu_scale.to(v.dtype)).sqrt() + eps)
 
-        return tree.map(direction, mu, nu), AdamState(step, mu, nu, mu_scale, nu_scale)
+        return tree.map(direction, mu, nu), AdamState(step, mu, nu)
 
     return Optimizer(init, update)
 
@@ -255,18 +250,18 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
     schedule = learning_rate if callable(learning_rate) else constant_schedule(learning_rate)
 
     def init(params: Params) -> LearningRateState:
-        return LearningRateState(_scalar(params, torch.int32), _scalar(params, torch.float32))
+        return LearningRateState(_zero_count(params))
 
     def update(
         grads: Updates, state: LearningRateState, params: Params, specs: Specs = None
     ) -> tuple[Updates, LearningRateState]:
-        lr = schedule(state.step)
+        lr = materialize(schedule(state.step))
 
         def scale(update: Tensor) -> Tensor:
             update = update.to(_at_least_fp32(update))
             return update * (-lr.to(update.dtype) if callable(learning_rate) else -learning_rate)
 
-        return tree.map(scale, grads), LearningRateState(state.step + 1, lr)
+        return tree.map(scale, grads), LearningRateState(state.step + 1)
 
     return Optimizer(init, update, lambda state: {"learning_rate": schedule(state.step)})
 
@@ -290,9 +285,9 @@ def adamw(
     >>> apply_updates(params, updates)["w"]
     tensor([[0.9900]])
     """
-    clip = () if clip_grad is None else (clip_by_global_norm(clip_grad),)
+    clip = Optimizer(_empty_state, lambda g, s, *_: (g, s)) if clip_grad is None else clip_by_global_norm(clip_grad)
     adam, decay = scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay)
-    return chain(*clip, adam, decay, scale_by_learning_rate(learning_rate))
+    return chain(clip, adam, decay, scale_by_learning_rate(learning_rate))
 
 
 def sgd(
@@ -309,13 +304,13 @@ def sgd(
     `scale_by_learning_rate`, which it chains in this order; without momentum no buffers are kept.
 
     >>> [type(state).__name__ for state in sgd(0.1).init({"w": torch.ones(1)})]
-    ['EmptyState', 'LearningRateState']
+    ['EmptyState', 'EmptyState', 'LearningRateState']
     """
-    clip = () if clip_grad is None else (clip_by_global_norm(clip_grad),)
+    clip = Optimizer(_empty_state, lambda g, s, *_: (g, s)) if clip_grad is None else clip_by_global_norm(clip_grad)
     # Built even if unused, so that its arguments are checked.
     buffers = trace(momentum, nesterov)
     decay = add_decayed_weights(weight_decay)
-    return chain(*clip, decay, *((buffers,) if momentum else ()), scale_by_learning_rate(learning_rate))
+    return chain(clip, decay, *((buffers,) if momentum else ()), scale_by_learning_rate(learning_rate))
 
 
 def _check_schedule(max_lr: float, min_lr: float, warmup_steps: int, decay_steps: int, init_lr: float) -> None:

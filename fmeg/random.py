@@ -17,6 +17,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from fmeg.fusion import materialize
+
 Index = Sequence[slice | Tensor | None]
 
 _MASK32 = 0xFFFFFFFF
@@ -98,8 +100,15 @@ def bits(key: Tensor, shape: Sequence[int], *, index: Index | None = None) -> Te
     return _unsigned(x0 ^ x1)
 
 
-def uniform(key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0,
-            dtype: torch.dtype = torch.float32, index: Index | None = None) -> Tensor:
+def uniform(
+    key: Tensor,
+    shape: Sequence[int],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    index: Index | None = None,
+) -> Tensor:
     """Draw uniforms in [low, high) on the key's device; shape and index as in ``bits``.
 
     Equals ``jax.random.uniform`` bit for bit in float32 and float64, except that high itself is never returned (its
@@ -126,8 +135,7 @@ def uniform(key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float 
     return u.to(dtype).clamp(low, _below(high, dtype))
 
 
-def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32,
-           index: Index | None = None) -> Tensor:
+def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, index: Index | None = None) -> Tensor:
     """Draw standard normals as sqrt(2) * erfinv(uniform in (-1, 1)), JAX's method; shape and index as in ``bits``.
 
     Equals ``jax.random.normal``, and compiled code equals eager, up to the last bits of their different erfinv; float16
@@ -143,8 +151,15 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     return (math.sqrt(2.0) * torch.erfinv(u)).to(dtype)
 
 
-def truncated_normal(key: Tensor, lower: float, upper: float, shape: Sequence[int], *,
-                     dtype: torch.dtype = torch.float32, index: Index | None = None) -> Tensor:
+def truncated_normal(
+    key: Tensor,
+    lower: float,
+    upper: float,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    index: Index | None = None,
+) -> Tensor:
     """Draw standard normals conditioned on lower < x < upper, strictly, by the inverse CDF; JAX's method.
 
     shape and index as in ``bits``; lower and upper are floats, infinite ones allowed. Raises TypeError for others,
@@ -196,16 +211,11 @@ def _threefry(k0: Tensor, k1: Tensor, x0: Tensor | int, x1: Tensor) -> tuple[Ten
     y0, y1 = k0 + x0, k1 + x1
     for i in range(5):
         for r in _ROTATIONS[i % 2]:
-            y0 = _cut(y0 + y1)
-            y1 = _cut(((y1 << r) | ((y1 >> (32 - r)) & ((1 << r) - 1))) ^ y0)
+            # Stored after each round: inlined, every use would repeat it, 3**n times over n rounds. Still one kernel.
+            y0 = materialize(y0 + y1)
+            y1 = materialize(((y1 << r) | ((y1 >> (32 - r)) & ((1 << r) - 1))) ^ y0)
         y0, y1 = y0 + schedule[(i + 1) % 3], y1 + (schedule[(i + 2) % 3] + (i + 1))
     return y0, y1
-
-
-def _cut(x: Tensor) -> Tensor:
-    # The identity, as a view. Inductor inlines each use of a value, 3**n times over n rounds, and stops at the input
-    # of an as_strided: this cuts compile time eightfold, and the rounds still fuse into one kernel.
-    return x.as_strided(x.shape, x.stride())
 
 
 def _words(key: Tensor, shape: Sequence[int], index: Index | None) -> tuple[Tensor, Tensor]:
@@ -258,7 +268,8 @@ def _key_words(key: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype is not torch.int64:
         what = f"of shape {list(key.shape)} and {key.dtype}" if isinstance(key, Tensor) else repr(key)
         raise (ValueError if isinstance(key, Tensor) else TypeError)(
-            f"key is {what}; an int64 tensor of shape [2] is allowed; make it with key(seed), vmap over many")
+            f"key is {what}; an int64 tensor of shape [2] is allowed; make it with key(seed), vmap over many"
+        )
     k0, k1 = key.to(torch.int32).unbind()
     return k0, k1
 

@@ -26,7 +26,7 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     >>> map_with_path(lambda path, leaf: f"{path}={leaf}", {"mlp": {"up": 1}})
     {'mlp': {'up': 'mlp/up=1'}}
     """
-    return optree.tree_map_with_path(lambda path, *leaves: fn(join(path), *leaves), tree, *rest)
+    return optree.tree_map_with_accessor(lambda path, *leaves: fn(_join(path), *leaves), tree, *rest)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -55,13 +55,13 @@ def unflatten(treedef: PyTreeSpec, flat: list[Any]) -> Tree:
 
 
 def flatten_with_path(tree: Tree) -> list[tuple[str, Any]]:
-    """Pairs of path and leaf.
+    """Pairs of path and leaf: dict keys, field names and indices, joined by slashes.
 
-    >>> flatten_with_path({"layers": {"up": 1, "down": 2}})
-    [('layers/down', 2), ('layers/up', 1)]
+    >>> flatten_with_path({"layers": {"up": 1, "down": (2,)}})
+    [('layers/down/0', 2), ('layers/up', 1)]
     """
-    paths, flat, _ = optree.tree_flatten_with_path(tree)
-    return [(join(path), leaf) for path, leaf in zip(paths, flat, strict=True)]
+    paths, flat, _ = optree.tree_flatten_with_accessor(tree)
+    return [(_join(path), leaf) for path, leaf in zip(paths, flat, strict=True)]
 
 
 def from_paths(items: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +80,5 @@ def from_paths(items: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def join(path: tuple[Any, ...]) -> str:
-    """A path as text, its parts joined by slashes."""
-    return "/".join(str(part) for part in path)
+def _join(path: optree.PyTreeAccessor) -> str:
+    return "/".join(str(part.field if isinstance(part, optree.NamedTupleEntry) else part.entry) for part in path)

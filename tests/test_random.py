@@ -162,8 +162,10 @@ def test_huge_shapes_count_in_64_bits() -> None:
     # The 32-bit and the 64-bit counter arithmetic agree where both apply.
     assert torch.equal(fr.bits(key, (2**40,), index=(slice(0, 50),)), fr.bits(key, (50,)))
     edge = 2**31 - 3
-    assert torch.equal(fr.bits(key, (2**31,), index=(slice(edge, edge + 3),)),
-                       fr.bits(key, (2**31 + 1,), index=(slice(edge, edge + 3),)))
+    assert torch.equal(
+        fr.bits(key, (2**31,), index=(slice(edge, edge + 3),)),
+        fr.bits(key, (2**31 + 1,), index=(slice(edge, edge + 3),)),
+    )
 
 
 def test_a_traced_offset_draws_the_slice() -> None:
@@ -283,8 +285,13 @@ def test_bernoulli_rates() -> None:
 
 def test_vmap_over_keys_is_a_loop() -> None:
     keys = fr.split(fr.key(11), 3)
-    for sampler in (lambda k: fr.bits(k, (2, 5)), lambda k: fr.normal(k, (2, 5)), lambda k: fr.fold_in(k, "w"),
-                    lambda k: fr.split(k, 3), lambda k: fr.bits(k, HUGE, index=(slice(5000, 5002), slice(0, 3)))):
+    for sampler in (
+        lambda k: fr.bits(k, (2, 5)),
+        lambda k: fr.normal(k, (2, 5)),
+        lambda k: fr.fold_in(k, "w"),
+        lambda k: fr.split(k, 3),
+        lambda k: fr.bits(k, HUGE, index=(slice(5000, 5002), slice(0, 3))),
+    ):
         expected = torch.stack([sampler(k) for k in keys])
         assert torch.equal(torch.func.vmap(sampler)(keys), expected)
         assert torch.equal(torch.func.vmap(sampler, in_dims=1)(keys.T), expected)

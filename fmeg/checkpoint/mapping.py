@@ -27,9 +27,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Rule:
     """One foreign tensor and the leaves that it holds.
 
-    `pattern`: for example "(n h) d -> d n h", with h the head dimension. Leaves are concatenated along axis c, each taking
-    its share of `counts` (1 each by default): "(c f) d -> d (c f)" holds gate and up, one below the other. Leaves that a
-    config does not have take no part.
+    `pattern`: for example "(n h) d -> d n h", with h the head dimension. Leaves are concatenated along axis c, each
+    taking its share of `counts` (1 each by default): "(c f) d -> d (c f)" holds gate and up, one below the other.
+    Leaves that a config does not have take no part.
 
     >>> rule = Rule("fc1.weight", ("gate", "up"), "(c f) d -> d (c f)")
     >>> gate, up = rule.split(torch.arange(4.0).view(4, 1), {"h": 1})
@@ -73,7 +73,7 @@ def _rearrange(x: Tensor, source: str, target: str, sizes: dict[str, int]) -> Te
 
 @dataclass(frozen=True)
 class Family:
-    """The names of a family of checkpoints: rules for the tensors of a layer, named with `prefix`, and for the others."""
+    """A kind of checkpoint: rules for the tensors of a layer, whose names start with `prefix`, and for the others."""
 
     prefix: str
     layer: tuple[Rule, ...]
@@ -88,13 +88,13 @@ class Slot(NamedTuple):
     """A place in the parameter tree: a leaf, or one layer of a stacked leaf."""
 
     path: str
-    index: int | None
+    layer: int | None
     spec: ParamSpec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape without padding."""
-        return self.spec.shape if self.index is None else self.spec.shape[1:]
+        return self.spec.shape if self.layer is None else self.spec.shape[1:]
 
 
 class Entry(NamedTuple):
@@ -119,7 +119,7 @@ def entries(cfg: TransformerConfig, family: Family) -> list[Entry]:
     found = [entry for entry in out if entry is not None]
     left = specs.keys() - {slot.path for entry in found for slot in entry.slots}
     if left:
-        raise ValueError(f"no tensor holds the parameters {listed(left)}: the checkpoint format cannot express this config")
+        raise ValueError(f"no tensor holds the parameters {listed(left)}: the format cannot express this config")
     return found
 
 
@@ -169,7 +169,7 @@ def write(cfg: TransformerConfig, params: Mapping[str, Tensor], entry: Entry) ->
 
 def _view(leaf: Tensor, slot: Slot) -> Tensor:
     """The part of a leaf that a slot names, without its padding."""
-    leaf = leaf if slot.index is None else leaf[slot.index]
+    leaf = leaf if slot.layer is None else leaf[slot.layer]
     return leaf[tuple(slice(n) for n in slot.shape)]
 
 

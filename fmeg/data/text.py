@@ -72,9 +72,7 @@ def encode_text(text: str, tokenizer: Any, seq_length: int) -> TextData:
     return TextData(train, held_out, *(len(part.encode()) for part in parts))
 
 
-def make_batches(
-    tokens: Tensor, *, batch_size: int, seq_length: int, key: Tensor
-) -> Callable[[int], dict[str, Tensor]]:
+def make_batches(tokens: Tensor, *, batch_size: int, seq_length: int, key: Tensor) -> Callable[[int], dict[str, Tensor]]:
     """`batches(step)`: the batch of a step, a function of its number alone, so that a resumed run goes on where it was.
 
     The text is cut into samples of `seq_length` tokens; each epoch visits every sample once, in an order drawn from

@@ -131,7 +131,7 @@ _FIRST_ORDER_ONLY = (
 )
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(ctx: Any, *grads: Any) -> Any:
     raise ValueError(_FIRST_ORDER_ONLY)
 
 

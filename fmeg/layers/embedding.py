@@ -11,7 +11,7 @@ from fmeg.layers.attention import RESIDUAL
 from fmeg.layers.dropout import DropoutKey, dropout
 from fmeg.layers.linear import matmul
 from fmeg.layers.norm import at_least_fp32
-from fmeg.params import ParamSpec, Params, Specs, normal
+from fmeg.params import Params, ParamSpec, Specs, normal
 from fmeg.sharding.reshard import Mesh, reshard
 from fmeg.sharding.spec import P
 

@@ -6,14 +6,12 @@ import math
 
 from torch import Tensor
 
-from fmeg.params import ZEROS, Init, ParamSpec, Params, Specs
+from fmeg.params import ZEROS, Init, Params, ParamSpec, Specs
 from fmeg.sharding.reshard import Mesh, reshard
 from fmeg.sharding.spec import P
 
 
-def linear_specs(
-    inputs: dict[str, int], outputs: dict[str, int], *, init: Init, bias: bool
-) -> Specs:
+def linear_specs(inputs: dict[str, int], outputs: dict[str, int], *, init: Init, bias: bool) -> Specs:
     """Weight [*inputs, *outputs] and, with `bias`, bias [*outputs]; dicts of logical axis to size.
 
     >>> linear_specs({"embed": 8}, {"heads": 2, "head_dim": 4}, init=ZEROS, bias=False)["weight"].shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fmeg.config import TransformerConfig
-from fmeg.params import ONES, ZEROS, ParamSpec, Params, Specs
+from fmeg.params import ONES, ZEROS, Params, ParamSpec, Specs
 from fmeg.sharding.spec import P
 
 

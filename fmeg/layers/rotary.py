@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fmeg.config import Llama3RopeScaling, TransformerConfig, YarnRopeScaling
+from fmeg.fusion import materialize
 
 
 class Rotary(NamedTuple):
@@ -25,7 +26,7 @@ def rotary_table(cfg: TransformerConfig, positions_T: Tensor) -> Rotary | None:
     freqs_R = inverse_frequencies(cfg).to(positions_T.device)
     angles_TR = positions_T.float()[:, None] * freqs_R[None, :]
     scale = _concentration(cfg.rope_scaling) if isinstance(cfg.rope_scaling, YarnRopeScaling) else 1.0
-    return Rotary(angles_TR.cos() * scale, angles_TR.sin() * scale)
+    return Rotary(materialize(angles_TR.cos() * scale), materialize(angles_TR.sin() * scale))
 
 
 def inverse_frequencies(cfg: TransformerConfig) -> Tensor:

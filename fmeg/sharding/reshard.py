@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch import Tensor
 
 from fmeg.sharding.spec import P
 
-Mesh = None
+Mesh: TypeAlias = None
 """The mesh that a program runs on. A single device is None, the only mesh there is so far."""
 
 
@@ -29,7 +31,9 @@ def reshard(x: Tensor, src: P, dst: P, ctx: Mesh) -> Tensor:
     require_single_device(ctx)
     for name, spec in (("src", src), ("dst", dst)):
         if len(spec) != x.ndim:
-            raise ValueError(f"reshard: {name} {spec} names {len(spec)} dimensions, but the array has {x.ndim}: {tuple(x.shape)}")
+            raise ValueError(
+                f"reshard: {name} {spec} names {len(spec)} dimensions, but the array has {x.ndim}: {tuple(x.shape)}"
+            )
     extra = set(dst.unreduced) - set(src.unreduced)
     if extra:
         raise ValueError(f"reshard: dst {dst} leaves {sorted(extra)} unreduced, but src {src} has no such pending sum")

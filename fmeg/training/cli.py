@@ -44,16 +44,16 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_dtype_rule)
     registry.primitive_rule(_rope_scaling_rule)
-    presets = "; ".join(f"{name}: {(make.__doc__ or '').splitlines()[0]}" for name, make in sorted(PRESETS.items()))
+    presets = "\n".join(f"  {name}: {(make.__doc__ or '').splitlines()[0]}" for name, make in sorted(PRESETS.items()))
     return tyro.cli(
         RunConfig,
         args=rest,
         default=PRESETS[chosen.config](),
         registry=registry,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         description=(
             "Train a GPT on a text file. Start from a preset with --config NAME (default quickstart) and change single "
-            f"fields by flags; the defaults shown are those of the preset.\n\nPresets. {presets}"
+            f"fields by flags; the defaults shown are those of the preset.\n\nPresets:\n{presets}"
         ),
     )
 
@@ -96,7 +96,7 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     if kind not in ROPE_SCALINGS:
         raise ValueError(f"rope scaling is {kind!r}: must be none, {' or '.join(ROPE_SCALINGS)}, then :name=value,...")
     cls = ROPE_SCALINGS[kind]
-    types = {f.name: type(f.default) if f.default is not None else float for f in dataclasses.fields(cls)}
+    types: dict[str, Any] = {f.name: float if f.default is None else type(f.default) for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for item in filter(None, fields.split(",")):
         name, _, value = item.partition("=")

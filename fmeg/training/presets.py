@@ -48,9 +48,7 @@ def gpt2_small() -> RunConfig:
             share_embeddings_and_output_weights=True,
         ),
         optimizer=OptimizerConfig(lr=6e-4, min_lr=6e-5, weight_decay=0.1, lr_warmup_iters=700),
-        train=TrainConfig(
-            seq_length=1024, micro_batch_size=4, global_batch_size=32, train_iters=20000, eval_interval=500
-        ),
+        train=TrainConfig(seq_length=1024, micro_batch_size=4, global_batch_size=32, train_iters=20000, eval_interval=500),
     )
 
 
@@ -58,8 +56,9 @@ def tiny() -> RunConfig:
     """The quickstart's model cut down until a few updates take a second: for trying out flags."""
     run = quickstart()
     return RunConfig(
-        model=run.model.replace(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=160)
-        .replace(vocab_size=512, max_position_embeddings=64),
+        model=run.model.replace(
+            num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=160
+        ).replace(vocab_size=512, max_position_embeddings=64),
         optimizer=run.optimizer.replace(lr_warmup_iters=2),
         train=run.train.replace(seq_length=64, train_iters=20, eval_interval=10, eval_iters=2, log_interval=5),
     )

@@ -25,11 +25,10 @@ from fmeg.data.text import (
     train_tokenizer,
     unigram_bits_per_byte,
 )
-from fmeg.jit import jit
 from fmeg.models.gpt import gpt_forward_step, gpt_specs
 from fmeg.models.sample import sample
 from fmeg.params import Params, count_params
-from fmeg.train_step import Metrics, TrainState, init_state, make_train_step
+from fmeg.train_step import TrainState, init_state, make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +152,11 @@ def _resume(cfg: RunConfig, state: TrainState, say: Callable[[str], None]) -> Tr
     assert cfg.load is not None
     then = load_meta(cfg.load)["config"]
     now = _meta(cfg)["config"]
-    changed = {
-        part: {k: (then[part].get(k), v) for k, v in now[part].items() if then[part].get(k) != v} for part in now
-    }
+    changed = {part: {k: (then[part].get(k), v) for k, v in now[part].items() if then[part].get(k) != v} for part in now}
     if changed["model"]:
-        raise ValueError(f"{cfg.load} holds another model: {_changes(changed['model'])}; resume with the model it was saved with")
+        raise ValueError(
+            f"{cfg.load} holds another model: {_changes(changed['model'])}; resume with the model it was saved with"
+        )
     for part in ("optimizer", "train"):
         if changed[part]:
             say(f"changed since the save: {_changes(changed[part])}")
@@ -223,18 +222,17 @@ def _train(
 def make_evaluation(cfg: RunConfig) -> Callable[[Params, Tensor, int, int | None], float]:
     """`evaluate(params, tokens, num_bytes, max_batches)`: bits per byte of a text of `num_bytes` bytes, without dropout.
 
-    With `max_batches` it is an estimate from the text's first batches.
+    With `max_batches` it is an estimate from the text's first batches. Not compiled: a forward alone gains less from it
+    than its compilation takes.
     """
 
     def nll(params: Params, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         _, token_count, metrics = gpt_forward_step(params, batch, cfg.model, None)
         return metrics["nll"], token_count
 
-    nll_step = jit(nll) if cfg.compile else nll
-
     def evaluate(params: Params, tokens: Tensor, num_bytes: int, max_batches: int | None) -> float:
         batches = evaluation_batches(tokens, batch_size=cfg.train.micro_batch_size, seq_length=cfg.train.seq_length)
-        sums = [nll_step(params, batch) for batch in batches[:max_batches]]
+        sums = [nll(params, batch) for batch in batches[:max_batches]]
         nats, count = (torch.stack(parts).double().sum().item() for parts in zip(*sums, strict=True))
         return nats / count * (len(tokens) - 1) / num_bytes / math.log(2)
 
