@@ -1,5 +1,7 @@
 """fmeg: Megatron-LM's core as pure functions on torch.func. The names here are the public ones."""
 
+from fmeg.checkpoint.huggingface import from_hf, to_hf
+from fmeg.checkpoint.megatron import from_megatron, to_megatron
 from fmeg.config import (
     Llama3RopeScaling,
     ModelParallelConfig,
@@ -57,6 +59,8 @@ __all__ = [
     "constant_schedule",
     "cosine_schedule",
     "count_params",
+    "from_hf",
+    "from_megatron",
     "get_gpt_decoder_block_spec",
     "get_gpt_layer_local_spec",
     "global_norm",
@@ -72,5 +76,7 @@ __all__ = [
     "make_train_step",
     "reshard",
     "sgd",
+    "to_hf",
+    "to_megatron",
     "wsd_schedule",
 ]

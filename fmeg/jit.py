@@ -115,10 +115,15 @@ def _trace(fn: Callable[..., Any], donate: tuple[int, ...], args: tuple[Any, ...
         return [leaf for leaf in out_flat if isinstance(leaf, Tensor)]
 
     tensors = [leaf.detach() for leaf in flat if isinstance(leaf, Tensor)]
-    graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-    CSEPass()(graph)
+    graph = _share_equal_expressions(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors), tensors)
     _donate_buffers(graph, args, donate)
     return Traced(graph, result[1], result[0])
+
+
+def _share_equal_expressions(graph: GraphModule, tensors: list[Tensor]) -> GraphModule:
+    """Compute equal expressions once; inductor alone would compute each. Only a graph that never writes in place allows it."""
+    functional = make_fx(torch.func.functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    return CSEPass()(functional).graph_module
 
 
 def _check_donation(args: tuple[Any, ...], out: Any, donate: tuple[int, ...]) -> None:

@@ -251,9 +251,9 @@ def _read_window(o: Options, arch: Architecture, layers: int) -> dict[str, Any]:
             window = None
         kinds = o.get("layer_types")
         if kinds is None:
-            first = o.get("max_window_layers", 28)
+            first = o.number("max_window_layers", 28)
             kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
-        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
             raise o.refuse("layer_types", f"full_attention and sliding_attention, one for each of {layers} layers")
         used = tuple(int(kind == "sliding_attention") for kind in kinds)
         if window is None and any(used):

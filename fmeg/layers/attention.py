@@ -102,7 +102,8 @@ def dot_product_attention(
         return _unfused(q_BTNH, k_BSKH, v_BSKH, mask_TS, scale, cfg.attention_dropout, key)
     q_BNTH, k_BKSH, v_BKSH = (t.transpose(1, 2) for t in (q_BTNH, k_BSKH, v_BSKH))
     if q_BTNH.device.type == "cpu":
-        o_BNTH, _ = apply_function(_FlashCPU, q_BNTH, k_BKSH, v_BKSH, mask_TS, scale)
+        bias_TS = None if mask_TS is None else torch.where(mask_TS, 0.0, -torch.inf).to(q_BNTH.dtype)
+        o_BNTH, _ = apply_function(_FlashCPU, q_BNTH, k_BKSH, v_BKSH, bias_TS, scale)
     else:
         o_BNTH = F.scaled_dot_product_attention(
             q_BNTH, k_BKSH, v_BKSH, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scale, enable_gqa=True
@@ -140,7 +141,7 @@ def _fold_vmap(function: type[torch.autograd.Function], info: Any, in_dims: Any,
     n = info.batch_size
 
     def fold(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, Tensor) or x.ndim - (dim is not None) == 2:  # a scalar, or the mask [T, S]
+        if not isinstance(x, Tensor) or x.ndim - (dim is not None) == 2:  # a scalar, or the bias [T, S]
             if dim is not None:
                 raise ValueError("fused attention under vmap takes one mask for all: use attention_backend='unfused'")
             return x
@@ -152,23 +153,23 @@ def _fold_vmap(function: type[torch.autograd.Function], info: Any, in_dims: Any,
 
 
 class _FlashCPU(torch.autograd.Function):
-    """torch's CPU flash kernel: (o[B,N,T,H], logsumexp). Grouped-query heads need no expansion."""
+    """torch's CPU flash kernel: (o[B,N,T,H], logsumexp). `bias` [T, S] is added to scores; grouped heads need no expansion."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return op(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+        return op(q, k, v, 0.0, bias is None, attn_mask=bias, scale=scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, mask, ctx.scale = inputs
+        q, k, v, bias, ctx.scale = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, k, v, mask, *output)
+        ctx.save_for_backward(q, k, v, bias, *output)
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor, _: Any) -> tuple[Any, ...]:
-        q, k, v, mask, o, lse = ctx.saved_tensors
-        grads = apply_function(_FlashCPUBackward, grad_o, q, k, v, o, lse, mask, ctx.scale)
+        q, k, v, bias, o, lse = ctx.saved_tensors
+        grads = apply_function(_FlashCPUBackward, grad_o, q, k, v, o, lse, bias, ctx.scale)
         return *grads, None, None
 
     @staticmethod
@@ -183,10 +184,10 @@ class _FlashCPUBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+        grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(grad_o, q, k, v, o, lse, 0.0, mask is None, attn_mask=mask, scale=scale)
+        return op(grad_o, q, k, v, o, lse, 0.0, bias is None, attn_mask=bias, scale=scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import fmeg
@@ -30,10 +29,9 @@ def assert_trees_equal(have: Any, want: Any) -> None:
     assert_trees_close(have, want, rtol=0.0)
 
 
-@pytest.fixture
-def cfg() -> fmeg.TransformerConfig:
+def small_config(**changes: Any) -> fmeg.TransformerConfig:
     """A small Llama-like model without dropout."""
-    return fmeg.TransformerConfig(
+    cfg = fmeg.TransformerConfig(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
@@ -49,6 +47,7 @@ def cfg() -> fmeg.TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
+    return cfg.replace(**changes)
 
 
 def random_batch(cfg: fmeg.TransformerConfig, size: int = 4, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
