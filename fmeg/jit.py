@@ -123,7 +123,9 @@ def _trace(fn: Callable[..., Any], donate: tuple[int, ...], args: tuple[Any, ...
 def _share_equal_expressions(graph: GraphModule, tensors: list[Tensor]) -> GraphModule:
     """Compute equal expressions once; inductor alone would compute each. Only a graph that never writes in place allows it."""
     functional = make_fx(torch.func.functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-    return CSEPass()(functional).graph_module
+    shared = CSEPass()(functional)
+    assert shared is not None  # a pass may return nothing by its type; this one never does
+    return shared.graph_module
 
 
 def _check_donation(args: tuple[Any, ...], out: Any, donate: tuple[int, ...]) -> None:

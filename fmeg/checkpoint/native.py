@@ -36,6 +36,8 @@ def save_state(root: Path, state: Any, meta: dict[str, Any], step: int) -> Path:
         partial.mkdir(parents=True)
         save_file({path: leaf.contiguous() for path, leaf in tree.flatten_with_path(state)}, partial / _TENSORS)
         (partial / _META).write_text(json.dumps(meta, indent=2) + "\n")
+        # safetensors makes files that only their owner reads; the umask should decide, as it did for the other file.
+        (partial / _TENSORS).chmod((partial / _META).stat().st_mode)
         for name in (_TENSORS, _META):
             with open(partial / name, "rb") as file:
                 os.fsync(file.fileno())

@@ -59,10 +59,20 @@ def train_tokenizer(text: str, vocab_size: int) -> Any:
     return tokenizer
 
 
+def split_text(text: str) -> tuple[str, str]:
+    """The training part and the held-out end, cut at the end of a line where there is one.
+
+    >>> [len(part) for part in split_text("a line\n" * 100)]
+    [658, 42]
+    """
+    most = int(len(text) * (1 - HELD_OUT))
+    cut = text.rfind("\n", 0, most) + 1 or most
+    return text[:cut], text[cut:]
+
+
 def encode_text(text: str, tokenizer: Any, seq_length: int) -> TextData:
-    """Tokens of `text`, cut near 95% of it at the end of a line. ValueError if a part is shorter than one sample."""
-    cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT))) + 1 or int(len(text) * (1 - HELD_OUT))
-    parts = text[:cut], text[cut:]
+    """Tokens of both parts of `text`. ValueError if a part is shorter than one sample."""
+    parts = split_text(text)
     train, held_out = (torch.tensor(tokenizer.encode(part).ids, dtype=torch.int32) for part in parts)
     for name, tokens in (("training", train), ("held-out", held_out)):
         if len(tokens) <= seq_length:

@@ -25,8 +25,7 @@ MEGATRON_FLAGS: dict[str, list[str]] = {
     "--group-query-attention": [],
     "--norm-epsilon": ["--layernorm-epsilon"],
     "--use-rotary-position-embeddings": ["--position-embedding-type", "rope"],
-    "--no-position-embedding": [],
-    "--z-loss-coeff": ["--z-loss-coeff"],
+    "--no-position-embedding": [],  # rope and "none" have no table anyway
 }
 
 
@@ -62,8 +61,12 @@ def main(run: Callable[[RunConfig], Any]) -> None:
     """Parse the command line and run; an error that a user can mend is one line and exit status 2."""
     try:
         run(parse_args(sys.argv[1:]))
-    except (ValueError, TypeError) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, TypeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint, if there is one, can be resumed with --load", file=sys.stderr)
+        sys.exit(130)
 
 
 def _expand_megatron_flags(argv: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ def quickstart() -> RunConfig:
         ),
         optimizer=OptimizerConfig(lr=2e-3, min_lr=2e-4, weight_decay=0.1, lr_warmup_iters=40),
         train=TrainConfig(
-            seq_length=256, micro_batch_size=8, global_batch_size=8, train_iters=400, eval_interval=100, eval_iters=4
+            seq_length=256, micro_batch_size=8, global_batch_size=8, train_iters=180, eval_interval=60, eval_iters=4
         ),
     )
 

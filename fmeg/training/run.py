@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -22,6 +23,7 @@ from fmeg.data.text import (
     evaluation_batches,
     make_batches,
     read_text,
+    split_text,
     train_tokenizer,
     unigram_bits_per_byte,
 )
@@ -53,7 +55,13 @@ class RunConfig(_Replace):
                 f"seq_length {self.train.seq_length} is above max_position_embeddings "
                 f"{self.model.max_position_embeddings}: lower the first or raise the second"
             )
-        make_optimizer(self.optimizer, self.train.train_iters)
+        end = self.optimizer.lr_decay_iters or self.train.train_iters
+        if self.optimizer.lr_warmup_iters >= end:
+            raise ValueError(
+                f"lr_warmup_iters {self.optimizer.lr_warmup_iters} must be below lr_decay_iters, {end} "
+                "(train_iters unless given): warm up for fewer updates or train for more"
+            )
+        make_optimizer(self.optimizer, self.train.train_iters)  # checks the rest of the schedule before any work
 
 
 class Report(NamedTuple):
@@ -108,8 +116,9 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report:
     data = encode_text(text, tokenizer, cfg.train.seq_length)
     opt = make_optimizer(cfg.optimizer, cfg.train.train_iters)
     state = init_state(cfg.model, opt, seed=cfg.train.seed)
+    meta = _meta(cfg, text)
     if cfg.load is not None:
-        state = _resume(cfg, state, say)
+        state = _resume(cfg.load, state, meta, say)
     if cfg.save is not None:
         cfg.save.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(cfg.save / "tokenizer.json"))
@@ -119,7 +128,7 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report:
     )
     evaluate = make_evaluation(cfg)
     log = _MetricsLog(cfg.save, int(state.step))
-    state, metrics, skipped = _train(cfg, state, opt, data, log, evaluate, say)
+    state, metrics, skipped = _train(cfg, state, opt, data, log, evaluate, meta, say)
     bits = evaluate(state.params, data.held_out, data.held_out_bytes, None)
     report = Report(
         loss=metrics.get("loss", math.nan),
@@ -135,9 +144,9 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report:
 
 
 def _tokenizer(cfg: RunConfig, text: str) -> Any:
-    """The resumed run's tokenizer, or one learned from the training part's beginning of the text."""
+    """The resumed run's tokenizer, or one learned from the training part of the text."""
     if cfg.load is None:
-        return train_tokenizer(text, cfg.model.vocab_size)
+        return train_tokenizer(split_text(text)[0], cfg.model.vocab_size)
     from tokenizers import Tokenizer
 
     path = cfg.load / "tokenizer.json"
@@ -147,21 +156,25 @@ def _tokenizer(cfg: RunConfig, text: str) -> Any:
         raise ValueError(f"cannot read {path}: {error}; --load needs the directory that a run saved to") from error
 
 
-def _resume(cfg: RunConfig, state: TrainState, say: Callable[[str], None]) -> TrainState:
-    """The saved state; the model must be the same, whatever else changed is said."""
-    assert cfg.load is not None
-    then = load_meta(cfg.load)["config"]
-    now = _meta(cfg)["config"]
-    changed = {part: {k: (then[part].get(k), v) for k, v in now[part].items() if then[part].get(k) != v} for part in now}
-    if changed["model"]:
+def _resume(load: Path, state: TrainState, now: dict[str, Any], say: Callable[[str], None]) -> TrainState:
+    """The saved state. The model and the text must be the same; whatever else changed is said."""
+    then = load_meta(load)
+    if then.get("format") != now["format"]:
         raise ValueError(
-            f"{cfg.load} holds another model: {_changes(changed['model'])}; resume with the model it was saved with"
+            f"{load} has format {then.get('format')!r}: must be {now['format']!r}; train it again with this version"
         )
-    for part in ("optimizer", "train"):
-        if changed[part]:
-            say(f"changed since the save: {_changes(changed[part])}")
-    state, _ = load_state(cfg.load, state)
-    say(f"resumed {cfg.load} at step {int(state.step)}")
+    changed = {
+        part: {name: (then[part].get(name), value) for name, value in now[part].items() if then[part].get(name) != value}
+        for part in ("model", "optimizer", "train", "text")
+    }
+    if changed["model"]:
+        raise ValueError(f"{load} holds another model: {_changes(changed['model'])}; resume with the model it was saved with")
+    if changed["text"]:
+        raise ValueError(f"{load} was trained on another text than --data-path holds: pass the same text")
+    if others := changed["optimizer"] | changed["train"]:
+        say(f"changed since the save: {_changes(others)}")
+    state, _ = load_state(load, state)
+    say(f"resumed {load} at step {int(state.step)}")
     return state
 
 
@@ -169,9 +182,15 @@ def _changes(changes: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
 
 
-def _meta(cfg: RunConfig) -> dict[str, Any]:
-    parts = {"model": cfg.model, "optimizer": cfg.optimizer, "train": cfg.train}
-    return {"format": "fmeg-run-1", "config": {name: config_to_dict(part) for name, part in parts.items()}}
+def _meta(cfg: RunConfig, text: str) -> dict[str, Any]:
+    """What a checkpoint keeps besides the state, to resume by and to compare with."""
+    return {
+        "format": "fmeg-run-1",
+        "model": config_to_dict(cfg.model),
+        "optimizer": config_to_dict(cfg.optimizer),
+        "train": config_to_dict(cfg.train),
+        "text": {"sha256": hashlib.sha256(text.encode()).hexdigest()},
+    }
 
 
 def _train(
@@ -181,6 +200,7 @@ def _train(
     data: TextData,
     log: _MetricsLog,
     evaluate: Callable[..., float],
+    meta: dict[str, Any],
     say: Callable[[str], None],
 ) -> tuple[TrainState, dict[str, float], int]:
     """The loop: batch, step, and at their intervals the log, an evaluation, a checkpoint."""
@@ -198,7 +218,10 @@ def _train(
         key=random.fold_in(root, "dropout") if drops else None,
     )
     first, numbers, skipped = int(state.step), {}, torch.zeros((), dtype=torch.int64)
-    if cfg.compile and first < train.train_iters:
+    if first >= train.train_iters:
+        say(f"nothing left to train: step {first} of train_iters {train.train_iters}")
+        return state, {}, 0
+    if cfg.compile:
         say("compiling the step; the first time takes about a minute, later runs find it in a cache")
     bar = _Progress(first, train.train_iters)
     for i in bar.over(range(first, train.train_iters)):
@@ -215,7 +238,7 @@ def _train(
             log.write({"step": done, "held_out_bits_per_byte": bits})
             bar.say(f"step {done}: held-out bits per byte about {bits:.3f}")
         if cfg.save is not None and (done == train.train_iters or (train.save_interval and done % train.save_interval == 0)):
-            save_state(cfg.save, state, _meta(cfg), done)
+            save_state(cfg.save, state, meta, done)
     return state, numbers, int(skipped)
 
 
@@ -262,7 +285,9 @@ class _MetricsLog:
     def write(self, values: dict[str, Any]) -> None:
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+                # JSON has no NaN and no infinity
+                bad = {name for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+                file.write(json.dumps(values | dict.fromkeys(bad)) + "\n")
 
 
 class _Progress:
@@ -303,8 +328,10 @@ def plot_loss(metrics: Path, picture: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     left = figure.subplots()
     for axis, name, color in ((left, "loss", "C0"), (left.twinx(), "held_out_bits_per_byte", "C1")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axis.plot(*zip(*points, strict=True), color=color, marker="." if name != "loss" else None)
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        axis.plot(
+            [step for step, _ in points], [value for _, value in points], color=color, marker="." if name != "loss" else None
+        )
         axis.set_ylabel({"loss": "training loss (nats per token)"}.get(name, "held-out bits per byte"), color=color)
     left.set_xlabel("update")
     left.grid(alpha=0.3)
