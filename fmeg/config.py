@@ -371,7 +371,8 @@ def _check_heads(cfg: TransformerConfig) -> None:
 
 def _check_window(cfg: TransformerConfig) -> None:
     window, skip = cfg.window_size, cfg.window_attn_skip_freq
-    if window is not None and not (len(window) == 2 and window[0] >= 0 and window[1] == 0):
+    left_only = isinstance(window, tuple) and len(window) == 2 and isinstance(window[0], int) and window[0] >= 0 == window[1]
+    if window is not None and not left_only:
         raise ValueError(f"window_size is {window}: must be (left, 0) with left >= 0, since attention is causal, or None")
     if skip is None:
         return
@@ -379,7 +380,7 @@ def _check_window(cfg: TransformerConfig) -> None:
         raise ValueError(f"window_attn_skip_freq is {skip} but window_size is None: set window_size=(left, 0) too")
     if isinstance(skip, tuple) and (len(skip) != cfg.num_layers or set(skip) - {0, 1}):
         raise ValueError(f"window_attn_skip_freq {skip} must hold one 0 or 1 for each of the {cfg.num_layers} layers")
-    if isinstance(skip, int):
+    if not isinstance(skip, tuple):
         _positive_int("window_attn_skip_freq", skip)
 
 

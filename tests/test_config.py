@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             {"window_size": window},
             f"window_size is {window}: must be (left, 0) with left >= 0, since attention is causal, or None",
         )
-        for window in [(4, 1), (-1, 0), (4,), (4, -1)]
+        for window in [(4, 1), (-1, 0), (4,), (4, -1), (4.5, 0), [4, 0], 4]
     ),
     (
         {"window_attn_skip_freq": 2},
@@ -69,7 +69,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for skip in [(1,), (1, 0, 1), (1, 2)]
     ),
-    ({"window_size": (4, 0), "window_attn_skip_freq": 0}, "window_attn_skip_freq is 0: must be a positive integer"),
+    *(
+        ({"window_size": (4, 0), "window_attn_skip_freq": skip}, f"window_attn_skip_freq is {skip}: must be a positive integer")
+        for skip in [0, True, 2.0, [1, 0]]
+    ),
     (
         {"rope_scaling": Llama3RopeScaling()},
         "rope_scaling is set but position_embedding_type is 'learned_absolute': "
