@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ def dropout(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
     """
     if key is None or rate == 0:
         return x
-    # The batch is the leading dimension, so its size does not enter an element's row-major index; rows_B does.
-    keep = random.bernoulli(key.key, 1 - rate, tuple(x.shape), index=(key.rows_B, *[None] * (x.ndim - 1)))
+    # The leading dimension's size does not enter an element's row-major index; rows_B does. Its size here is that of the
+    # largest batch, not of this part of one, so that the index of no row wraps around.
+    shape = (2**62 // max(math.prod(x.shape[1:]), 1), *x.shape[1:])
+    keep = random.bernoulli(key.key, 1 - rate, shape, index=(key.rows_B, *[None] * (x.ndim - 1)))
     return torch.where(keep, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -112,13 +112,16 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report:
     if cfg.save is not None and latest_step(cfg.save) is not None and cfg.load != cfg.save:
         raise ValueError(f"{cfg.save} holds a run already: pass --load {cfg.save} to go on, or another --save")
     text = read_text(cfg.data_path)
+    meta = _meta(cfg, text)
+    if cfg.load is not None:
+        _check_resumable(cfg.load, meta, say)
     tokenizer = _tokenizer(cfg, text)
     data = encode_text(text, tokenizer, cfg.train.seq_length)
     opt = make_optimizer(cfg.optimizer, cfg.train.train_iters)
     state = init_state(cfg.model, opt, seed=cfg.train.seed)
-    meta = _meta(cfg, text)
     if cfg.load is not None:
-        state = _resume(cfg.load, state, meta, say)
+        state, _ = load_state(cfg.load, state)
+        say(f"resumed {cfg.load} at step {int(state.step)}")
     if cfg.save is not None:
         cfg.save.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(cfg.save / "tokenizer.json"))
@@ -156,8 +159,8 @@ def _tokenizer(cfg: RunConfig, text: str) -> Any:
         raise ValueError(f"cannot read {path}: {error}; --load needs the directory that a run saved to") from error
 
 
-def _resume(load: Path, state: TrainState, now: dict[str, Any], say: Callable[[str], None]) -> TrainState:
-    """The saved state. The model and the text must be the same; whatever else changed is said."""
+def _check_resumable(load: Path, now: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Refuse a checkpoint of another model or text; whatever else changed since the save is said."""
     then = load_meta(load)
     if then.get("format") != now["format"]:
         raise ValueError(
@@ -173,9 +176,6 @@ def _resume(load: Path, state: TrainState, now: dict[str, Any], say: Callable[[s
         raise ValueError(f"{load} was trained on another text than --data-path holds: pass the same text")
     if others := changed["optimizer"] | changed["train"]:
         say(f"changed since the save: {_changes(others)}")
-    state, _ = load_state(load, state)
-    say(f"resumed {load} at step {int(state.step)}")
-    return state
 
 
 def _changes(changes: dict[str, tuple[Any, Any]]) -> str:
