@@ -38,3 +38,13 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         return value, gradient
 
     return run
+
+
+def is_concrete(x: Tensor) -> bool:
+    """Whether `x` holds values that can be looked at: it is not traced, mapped, differentiated or fake.
+
+    >>> is_concrete(torch.ones(1)), torch.func.vmap(lambda x: x * is_concrete(x))(torch.ones(1))
+    (True, tensor([0.]))
+    """
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch.compiler.is_compiling()

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from fmeg import tree
+from fmeg.autodiff import is_concrete
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -37,7 +38,8 @@ def jit(fn: Callable[A, R], *, donate: Sequence[int] = ()) -> Jitted[A, R]:
 
     Compiled once per structure, shapes, strides, dtypes and devices of the arguments; a Python number or string is part of
     the structure, so pass what changes as a tensor. `donate`: positions of arguments whose memory the result may take:
-    argument i is overwritten by the i-th element of the result, a tuple, and must not be used again.
+    argument i is overwritten by the i-th element of the result, a tuple, and must not be used again. Called inside another
+    jit, vmap or grad, the function simply becomes part of it.
 
     >>> double = jit(lambda x: {"y": 2 * x["x"]})
     >>> double({"x": torch.ones(2)})
@@ -71,6 +73,8 @@ class Jitted(Generic[A, R]):
         if kwargs:
             raise TypeError(f"a jitted function takes positional arguments only, got the keywords {sorted(kwargs)}")
         flat, treedef = tree.flatten(args)
+        if not all(is_concrete(leaf) for leaf in flat if isinstance(leaf, Tensor)):
+            return self._fn(*args, **kwargs)  # inside another trace or transform: become part of it
         signature = (treedef, tuple(_signature(leaf) for leaf in flat))
         if signature not in self._compiled:
             traced = _trace(self._fn, self._donate, args)

@@ -163,6 +163,14 @@ def test_bad_donations_are_refused(call: Any, message: str) -> None:
         call()
 
 
+def test_nested_calls_become_part_of_the_outer_transform() -> None:
+    inner = fmeg.jit(lambda x: x.sin() * 2)
+    x = torch.tensor([0.5, 1.0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(inner))(x), 2 * x.cos())
+    torch.testing.assert_close(fmeg.jit(lambda x: inner(x) + 1)(x), 2 * x.sin() + 1)
+    assert inner.num_compiled == 0
+
+
 def test_keywords_are_refused() -> None:
     with pytest.raises(TypeError, match=r"positional arguments only, got the keywords \['x'\]"):
         fmeg.jit(lambda x: x)(x=torch.ones(1))

@@ -230,6 +230,10 @@ def test_long_sequences_uneven_batches_and_wrong_parameters_are_refused() -> Non
         fmeg.make_grad_step(cfg, compile=False, num_microbatches=3)(params, random_batch(cfg))
     with pytest.raises(ValueError, match=r"different numbers of sequences: .*'extra': 3"):
         fmeg.make_grad_step(cfg, compile=False)(params, random_batch(cfg) | {"extra": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"batch has the keys \['attention_mask', 'labels', 'loss_mask', 'tokens'\]: must be"):
+        fmeg.make_grad_step(cfg, compile=False)(params, random_batch(cfg) | {"attention_mask": torch.ones(4, 16)})
+    with pytest.raises(ValueError, match="but no tokens: give tokens, or check=None"):
+        fmeg.make_grad_step(cfg, compile=False)(params, {"pixels": torch.ones(4, 16)})
     with pytest.raises(ValueError, match="shape of layers/dense/mlp/down/weight"):
         fmeg.make_grad_step(cfg.replace(ffn_hidden_size=64), compile=False)(params, random_batch(cfg))
     with pytest.raises(ValueError, match="missing output/weight, unexpected none"):

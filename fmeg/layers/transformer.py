@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,14 +119,13 @@ def group_layers(layers: Sequence[LayerSpec]) -> tuple[Group, ...]:
     [(('windowed',), 2), (('full',), 1), (('windowed_2',), 1)]
     """
     units = _tile(layers) or _runs(layers)
-    groups, seen = [], []
+    groups: list[Group] = []
+    taken: list[str] = []
     for unit, repeats in units:
-        names = []
         for layer in unit:
-            seen.append(layer.name)
-            count = seen.count(layer.name)
-            names.append(layer.name if count == 1 else f"{layer.name}_{count}")
-        groups.append(Group(tuple(names), unit, repeats))
+            numbered = (f"{layer.name}_{i}" for i in itertools.count(2))
+            taken.append(next(name for name in itertools.chain([layer.name], numbered) if name not in taken))
+        groups.append(Group(tuple(taken[-len(unit) :]), unit, repeats))
     return tuple(groups)
 
 

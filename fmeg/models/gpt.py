@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fmeg import tree
+from fmeg.autodiff import is_concrete
 from fmeg.config import TransformerConfig
 from fmeg.layers.dropout import DropoutKey
 from fmeg.layers.embedding import embed, embedding_specs, output_specs, unembed
@@ -111,6 +112,9 @@ def gpt_forward_step(
     >>> round((loss_sum / token_count).item(), 1), token_count.item()  # ln 96 = 4.56
     (4.6, 3.0)
     """
+    unknown = sorted(batch.keys() - {"tokens", "labels", "loss_mask", "rows"})
+    if unknown or "labels" not in batch:
+        raise ValueError(f"batch has the keys {sorted(batch)}: must be tokens, labels and, if wanted, loss_mask and rows")
     check_batch(batch, cfg)
     tokens_BT, labels_BT = batch["tokens"], batch["labels"]
     mask_BT = batch.get("loss_mask")
@@ -157,6 +161,10 @@ def check_batch(batch: dict[str, Tensor], cfg: TransformerConfig) -> None:
 
     Shapes and dtypes are always checked; the values of ids only where they are known, that is not while tracing.
     """
+    if "tokens" not in batch:
+        raise ValueError(
+            f"batch has the keys {sorted(batch)}, but no tokens: give tokens, or check=None for another model's batch"
+        )
     tokens = batch["tokens"]
     if tokens.ndim != 2:
         raise ValueError(f"tokens have shape {tuple(tokens.shape)}: must be [batch, sequence]")
@@ -179,17 +187,12 @@ def _check_ids(name: str, ids: Tensor, used: Tensor | None, vocab_size: int) -> 
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} have dtype {ids.dtype}: must be torch.int64 or torch.int32")
     # A traced, mapped or fake tensor has no values to look at; the step checks them before it enters the graph.
-    if ids.numel() == 0 or not _is_concrete(ids):
+    if ids.numel() == 0 or not is_concrete(ids):
         return
     low, high = (ids if used is None else torch.where(used, ids, 0)).aminmax()
     bad = low if low < 0 else high
     if low < 0 or high >= vocab_size:
         raise ValueError(f"{name} hold id {bad.item()}, outside the vocabulary: must be in [0, {vocab_size})")
-
-
-def _is_concrete(x: Tensor) -> bool:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return type(x) is Tensor and not wrapped and not torch.compiler.is_compiling()
 
 
 def _layer_list(cfg: TransformerConfig, layers: Layers) -> Sequence[LayerSpec]:

@@ -104,13 +104,13 @@ def test_attention_dropout_is_on_probabilities() -> None:
     """With value vectors of ones every output is the sum of what was kept: 1 in the mean over keys."""
     cfg = config(attention_dropout=0.3)
     q, k, v = heads(1, 6, 2, 2, 8, torch.float32)
-    keys, rows = random.split(random.key(0), 3000), torch.arange(1)
-    out = torch.func.vmap(
-        lambda key: dot_product_attention(q, k, torch.ones_like(v), cfg, key=DropoutKey(key, rows)), chunk_size=500
-    )(keys)
+    n, rows = 1000, torch.arange(1)
+    out = torch.func.vmap(lambda key: dot_product_attention(q, k, torch.ones_like(v), cfg, key=DropoutKey(key, rows)))(
+        random.split(random.key(0), n)
+    )
     first = out[:, 0, 0, 0, 0]  # sees itself only: all or nothing
-    assert set(first.unique().tolist()) == {0.0, pytest.approx(1 / 0.7)}
-    assert ((out.mean(0) - 1).abs() < 5 * (0.3 / 0.7 / 3000) ** 0.5).all()
+    assert sorted(first.unique().tolist()) == pytest.approx([0.0, 1 / 0.7])
+    assert ((out.mean(0) - 1).abs() < 5 * (0.3 / 0.7 / n) ** 0.5).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -266,16 +266,16 @@ def test_what_the_fused_kernel_cannot_differentiate_is_refused_with_the_remedy(n
 
 def test_plain_products_have_every_derivative() -> None:
     """First and second, forward and reverse, against finite differences, also with a row that sees nothing."""
-    cfg = config(3, attention_backend="unfused")
-    qkv = tuple(x.requires_grad_() for x in heads(1, 4, 2, 1, 3))
-    mask_TS = causal_mask(4, 2)
+    cfg = config(2, attention_backend="unfused")
+    qkv = tuple(x.requires_grad_() for x in heads(1, 3, 2, 1, 2))
+    mask_TS = causal_mask(3, 1)
     mask_TS[1] = False
     for mask in (None, mask_TS):
 
         def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = mask) -> Tensor:
             return dot_product_attention(q, k, v, cfg, mask_TS=mask)
 
-        assert torch.autograd.gradcheck(fn, qkv, check_forward_ad=True, check_batched_grad=True)
+        assert torch.autograd.gradcheck(fn, qkv, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(fn, qkv)
 
 

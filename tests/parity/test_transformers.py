@@ -9,7 +9,9 @@ import torch
 
 import fmeg
 from fmeg import tree
-from fmeg.checkpoint.huggingface import from_hf, to_hf
+from fmeg.checkpoint.hf_config import find_architecture
+from fmeg.checkpoint.huggingface import from_hf, hf_family, to_hf
+from fmeg.checkpoint.mapping import read
 
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -100,3 +102,37 @@ def test_transformers_agrees_in_both_directions(tmp_path: Path, name: str) -> No
     assert again == cfg
     for a, b in zip(tree.leaves(params_again), tree.leaves(params), strict=True):
         assert torch.equal(a, b)
+
+
+def fp64_norms(model: Any) -> Any:
+    """transformers' RMSNorm computes in fp32 whatever the model's dtype; here it follows the model."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            eps = module.variance_epsilon
+            module.forward = lambda x, w=module.weight, eps=eps: w * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return model
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama_rope_llama3", "llama_tied", "mistral_swa", "qwen2", "qwen3"])
+def test_fp64_logits_and_every_gradient_to_nine_digits(name: str) -> None:
+    """The stored fp64 logits of RMSNorm models hold fp32 rounding; without it the two agree to 1e-9, gradients too."""
+    transformers = pytest.importorskip("transformers")
+    directory = Path(__file__).parent.parent / "data" / "huggingface" / name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    model = fp64_norms(loaded.eval().double())
+    tokens, targets = torch.randint(96, (2, 2, 24), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+
+    cfg, params = from_hf(directory)
+    cfg = cfg.replace(params_dtype=torch.float64, hidden_dropout=0.0, attention_dropout=0.0)
+    params = tree.map(lambda p: p.double(), params)
+    torch.testing.assert_close(fmeg.gpt_forward(params, tokens, cfg), logits.detach(), rtol=0, atol=1e-9)
+
+    grads, _ = fmeg.make_grad_step(cfg, compile=False)(params, {"tokens": tokens, "labels": targets})
+    family = hf_family(find_architecture(model.config.to_dict(), name))
+    theirs = {path: p.grad for path, p in model.named_parameters()}
+    want = read(cfg, family, {path: path for path in theirs}, theirs.__getitem__, "gradients")
+    for (path, g), (_, w) in zip(tree.flatten_with_path(grads), tree.flatten_with_path(want), strict=True):
+        assert (g - w).abs().max() <= 1e-9 * w.abs().max() + 1e-15, path
