@@ -14,33 +14,15 @@ ValueError: hidden_size 64 is not divisible by num_attention_heads 5: use 1, 2, 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
+from fmeg.validation import Replaceable, check_literals, divisors, either, positive_int, require
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-class _Replace:
-    """`replace` for the config classes."""
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with the fields changed, validated again.
-
-        >>> TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=96).replace(
-        ...     num_layers=3).num_layers
-        3
-        """
-        known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
-        for name in changes:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 3) or sorted(known)
-                raise TypeError(f"{type(self).__name__} has no field {name!r}; did you mean {', '.join(close)}?")
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +38,14 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        _require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
-        _require(
+        require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
+        require(
             0 < self.low_freq_factor < self.high_freq_factor,
             "rope_scaling.low_freq_factor",
             self.low_freq_factor,
             f"above 0 and below high_freq_factor {self.high_freq_factor}",
         )
-        _positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+        positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +66,14 @@ class YarnRopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
-        _require(
+        require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
+        require(
             self.beta_fast > self.beta_slow > 0,
             "rope_scaling.beta_fast",
             self.beta_fast,
             f"above beta_slow {self.beta_slow}, which is above 0",
         )
-        _positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+        positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
 
 
 RopeScaling = Llama3RopeScaling | YarnRopeScaling
@@ -99,7 +81,7 @@ ROPE_SCALINGS: dict[str, type] = {"llama3": Llama3RopeScaling, "yarn": YarnRopeS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelParallelConfig(_Replace):
+class ModelParallelConfig(Replaceable):
     """Number formats of parameters and of compute."""
 
     params_dtype: torch.dtype = torch.float32
@@ -199,7 +181,7 @@ class TransformerConfig(ModelParallelConfig):
     def __post_init__(self) -> None:
         for check in (
             _check_sizes,
-            _check_choices,
+            check_literals,
             _check_heads,
             _check_window,
             _check_rotary,
@@ -245,7 +227,7 @@ class TransformerConfig(ModelParallelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(_Replace):
+class OptimizerConfig(Replaceable):
     """The optimizer and its learning rate schedule. The step count of the schedule is the count of applied updates."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -280,18 +262,18 @@ class OptimizerConfig(_Replace):
     """WSD only: the shape of the final decay."""
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        check_literals(self)
         for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "lr_warmup_iters", "lr_warmup_init"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        _require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr {self.lr}")
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr {self.lr}")
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
             raise ValueError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay; it is None")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(_Replace):
+class TrainConfig(Replaceable):
     """A training run: batches, length, what is written and when. Sizes in sequences, lengths in tokens or updates."""
 
     seq_length: int = 256
@@ -322,13 +304,13 @@ class TrainConfig(_Replace):
             "log_interval",
             "eval_iters",
         ):
-            _positive_int(name, getattr(self, name))
+            positive_int(name, getattr(self, name))
         for name in ("eval_interval", "save_interval", "seed"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
-                f"{self.micro_batch_size}: use micro_batch_size {_or(_divisors(self.global_batch_size))}"
+                f"{self.micro_batch_size}: use micro_batch_size {either(divisors(self.global_batch_size))}"
             )
 
     @property
@@ -346,26 +328,22 @@ def _check_sizes(cfg: TransformerConfig) -> None:
         "max_position_embeddings",
         "make_vocab_size_divisible_by",
     ):
-        _positive_int(name, getattr(cfg, name))
+        positive_int(name, getattr(cfg, name))
     for name in ("num_query_groups", "kv_channels", "ffn_hidden_size"):
         if getattr(cfg, name) is not None:
-            _positive_int(name, getattr(cfg, name))
-
-
-def _check_choices(cfg: TransformerConfig) -> None:
-    _check_literals(cfg)
+            positive_int(name, getattr(cfg, name))
 
 
 def _check_heads(cfg: TransformerConfig) -> None:
     if cfg.kv_channels is None and cfg.hidden_size % cfg.num_attention_heads:
         raise ValueError(
             f"hidden_size {cfg.hidden_size} is not divisible by num_attention_heads {cfg.num_attention_heads}: "
-            f"use {_or(_divisors(cfg.hidden_size))} heads, or set kv_channels"
+            f"use {either(divisors(cfg.hidden_size))} heads, or set kv_channels"
         )
     if cfg.num_attention_heads % cfg.query_groups:
         raise ValueError(
             f"num_attention_heads {cfg.num_attention_heads} is not divisible by num_query_groups {cfg.query_groups}: "
-            f"use num_query_groups {_or(_divisors(cfg.num_attention_heads))}"
+            f"use num_query_groups {either(divisors(cfg.num_attention_heads))}"
         )
 
 
@@ -381,7 +359,7 @@ def _check_window(cfg: TransformerConfig) -> None:
     if isinstance(skip, tuple) and (len(skip) != cfg.num_layers or set(skip) - {0, 1}):
         raise ValueError(f"window_attn_skip_freq {skip} must hold one 0 or 1 for each of the {cfg.num_layers} layers")
     if not isinstance(skip, tuple):
-        _positive_int("window_attn_skip_freq", skip)
+        positive_int("window_attn_skip_freq", skip)
 
 
 def _check_rotary(cfg: TransformerConfig) -> None:
@@ -392,8 +370,8 @@ def _check_rotary(cfg: TransformerConfig) -> None:
                 "use position_embedding_type='rope' or rope_scaling=None"
             )
         return
-    _require(cfg.rotary_base > 0, "rotary_base", cfg.rotary_base, "above 0")
-    _require(0 < cfg.rotary_percent <= 1, "rotary_percent", cfg.rotary_percent, "in (0, 1]")
+    require(cfg.rotary_base > 0, "rotary_base", cfg.rotary_base, "above 0")
+    require(0 < cfg.rotary_percent <= 1, "rotary_percent", cfg.rotary_percent, "in (0, 1]")
     if cfg.rotary_dim % 2 or cfg.rotary_dim == 0:
         raise ValueError(
             f"rotary_percent {cfg.rotary_percent} of head dimension {cfg.head_dim} rotates {cfg.rotary_dim} dimensions: "
@@ -403,18 +381,18 @@ def _check_rotary(cfg: TransformerConfig) -> None:
 
 def _check_rates(cfg: TransformerConfig) -> None:
     for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
-        _require(0 <= getattr(cfg, name) < 1, name, getattr(cfg, name), "in [0, 1)")
+        require(0 <= getattr(cfg, name) < 1, name, getattr(cfg, name), "in [0, 1)")
     for name in ("init_method_std", "z_loss_coeff"):
-        _require(getattr(cfg, name) >= 0, name, getattr(cfg, name), "at least 0")
-    _require(cfg.layernorm_epsilon > 0, "layernorm_epsilon", cfg.layernorm_epsilon, "above 0")
+        require(getattr(cfg, name) >= 0, name, getattr(cfg, name), "at least 0")
+    require(cfg.layernorm_epsilon > 0, "layernorm_epsilon", cfg.layernorm_epsilon, "above 0")
     for name in ("softmax_scale", "embedding_init_method_std"):
         if getattr(cfg, name) is not None:
-            _require(getattr(cfg, name) > 0, name, getattr(cfg, name), "above 0, or None")
+            require(getattr(cfg, name) > 0, name, getattr(cfg, name), "above 0, or None")
 
 
 def _check_dtypes(cfg: ModelParallelConfig) -> None:
     if cfg.params_dtype not in DTYPES.values():
-        raise ValueError(f"params_dtype is {cfg.params_dtype}: must be {_or(f'torch.{name}' for name in DTYPES)}")
+        raise ValueError(f"params_dtype is {cfg.params_dtype}: must be {either(f'torch.{name}' for name in DTYPES)}")
     if cfg.bf16 and cfg.params_dtype != torch.float32:
         raise ValueError(f"bf16=True keeps fp32 parameters, but params_dtype is {cfg.params_dtype}: leave it torch.float32")
 
@@ -425,35 +403,6 @@ def _check_attention_backend(cfg: TransformerConfig) -> None:
             f"attention_backend 'fused' has no keyed dropout, but attention_dropout is {cfg.attention_dropout}: "
             "use attention_dropout=0, or attention_backend 'auto' or 'unfused'"
         )
-
-
-def _check_literals(cfg: Any) -> None:
-    """Every field annotated `Literal[...]` holds one of its values."""
-    for field in dataclasses.fields(cfg):
-        if str(field.type).startswith("Literal["):
-            allowed = eval(str(field.type), {"Literal": Literal}).__args__
-            value = getattr(cfg, field.name)
-            if value not in allowed:
-                raise ValueError(f"{field.name} is {value!r}: must be {_or(repr(a) for a in allowed)}")
-
-
-def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} is {value}: must be {allowed}")
-
-
-def _positive_int(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}: must be a positive integer")
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _or(values: Iterable[Any]) -> str:
-    *first, last = [str(v) for v in values]
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def config_to_dict(cfg: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmeg import optim, random
 from fmeg.checkpoint.native import latest_step, load_meta, load_state, save_state
-from fmeg.config import OptimizerConfig, TrainConfig, TransformerConfig, _Replace, config_to_dict
+from fmeg.config import OptimizerConfig, TrainConfig, TransformerConfig, config_to_dict
 from fmeg.data.text import (
     TextData,
     encode_text,
@@ -31,10 +31,11 @@ from fmeg.models.gpt import gpt_forward_step, gpt_specs
 from fmeg.models.sample import sample
 from fmeg.params import Params, count_params
 from fmeg.train_step import TrainState, init_state, make_train_step
+from fmeg.validation import Replaceable
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(_Replace):
+class RunConfig(Replaceable):
     """What to train, on which text, and where to write."""
 
     model: TransformerConfig

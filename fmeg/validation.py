@@ -1,0 +1,57 @@
+"""What the configs are checked with: errors of one line, with the value, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+
+class Replaceable:
+    """`replace` for the config classes."""
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with the fields changed, validated again.
+
+        >>> from fmeg import TrainConfig
+        >>> TrainConfig(train_iters=10).replace(train_iters=20).train_iters
+        20
+        """
+        known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        for name in changes:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 3) or sorted(known)
+                raise TypeError(f"{type(self).__name__} has no field {name!r}; did you mean {', '.join(close)}?")
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+def check_literals(cfg: Any) -> None:
+    """Every field annotated `Literal[...]` holds one of its values."""
+    for name, annotation in get_type_hints(type(cfg)).items():
+        value, allowed = getattr(cfg, name), get_args(annotation)
+        if get_origin(annotation) is Literal and value not in allowed:
+            raise ValueError(f"{name} is {value!r}: must be {either(repr(a) for a in allowed)}")
+
+
+def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    """Refuse a value that is not `allowed`."""
+    if not ok:
+        raise ValueError(f"{name} is {value}: must be {allowed}")
+
+
+def positive_int(name: str, value: Any) -> None:
+    """Refuse what is no integer above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}: must be a positive integer")
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of `n`, in order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def either(values: Iterable[Any]) -> str:
+    """Values as text: a, b or c."""
+    *first, last = [str(v) for v in values]
+    return f"{', '.join(first)} or {last}" if first else last
