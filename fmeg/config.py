@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from fmeg.validation import Replaceable, check_literals, divisors, either, positive_int, require
+from fmeg.validation import Replaceable, check_literals, check_types, divisors, either, positive_int, require
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -38,6 +38,7 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
         require(
             0 < self.low_freq_factor < self.high_freq_factor,
@@ -66,7 +67,12 @@ class YarnRopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
+        for name in ("mscale", "mscale_all_dim"):
+            require(getattr(self, name) >= 0, f"rope_scaling.{name}", getattr(self, name), "at least 0")
+        given = self.attention_factor
+        require(given is None or given > 0, "rope_scaling.attention_factor", given, "above 0, or None")
         require(
             self.beta_fast > self.beta_slow > 0,
             "rope_scaling.beta_fast",
@@ -89,6 +95,11 @@ class ModelParallelConfig(Replaceable):
     bf16: bool = False
     """Hold fp32 parameters, cast them once per step and compute in bf16; norms, softmax, loss, gradients and optimizer stay
     in fp32."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_literals(self)
+        _check_dtypes(self)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -179,14 +190,16 @@ class TransformerConfig(ModelParallelConfig):
     """None: init_method_std."""
 
     def __post_init__(self) -> None:
+        # What says most about a wrong value comes first, the types of the rest before their numbers are compared.
         for check in (
             _check_sizes,
-            check_literals,
-            _check_heads,
             _check_window,
+            check_types,
+            check_literals,
+            _check_dtypes,
+            _check_heads,
             _check_rotary,
             _check_rates,
-            _check_dtypes,
             _check_attention_backend,
         ):
             check(self)
@@ -262,12 +275,18 @@ class OptimizerConfig(Replaceable):
     """WSD only: the shape of the final decay."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_literals(self)
+        for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name))
         for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "lr_warmup_iters", "lr_warmup_init"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr {self.lr}")
+        require(math.isfinite(self.lr), "lr", self.lr, "finite")
+        for name in ("min_lr", "lr_warmup_init"):
+            require(getattr(self, name) <= self.lr, name, getattr(self, name), f"at most lr {self.lr}")
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
             raise ValueError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay; it is None")
 
@@ -370,7 +389,7 @@ def _check_rotary(cfg: TransformerConfig) -> None:
                 "use position_embedding_type='rope' or rope_scaling=None"
             )
         return
-    require(cfg.rotary_base > 0, "rotary_base", cfg.rotary_base, "above 0")
+    require(cfg.rotary_base > 1, "rotary_base", cfg.rotary_base, "above 1")
     require(0 < cfg.rotary_percent <= 1, "rotary_percent", cfg.rotary_percent, "in (0, 1]")
     if cfg.rotary_dim % 2 or cfg.rotary_dim == 0:
         raise ValueError(

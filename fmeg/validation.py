@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from types import UnionType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 
@@ -24,6 +25,21 @@ class Replaceable:
                 close = difflib.get_close_matches(name, known, 3) or sorted(known)
                 raise TypeError(f"{type(self).__name__} has no field {name!r}; did you mean {', '.join(close)}?")
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+def check_types(cfg: Any) -> None:
+    """Every field holds a value of its annotation; an int may stand for a float, a bool for nothing but a bool."""
+    for name, annotation in get_type_hints(type(cfg)).items():
+        value = getattr(cfg, name)
+        options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+        classes = {get_origin(option) or option for option in options} - {Literal}
+        if not classes:
+            continue
+        if float in classes and type(value) is int:
+            continue
+        if not isinstance(value, tuple(classes)) or (isinstance(value, bool) and bool not in classes):
+            names = either("None" if c is type(None) else c.__name__ for c in sorted(classes, key=str))
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: must be of type {names}")
 
 
 def check_literals(cfg: Any) -> None:

@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rope_scaling is set but position_embedding_type is 'learned_absolute': "
         "use position_embedding_type='rope' or rope_scaling=None",
     ),
-    ({"rotary_base": 0.0} | ROPE, "rotary_base is 0.0: must be above 0"),
+    ({"rotary_base": 0.0} | ROPE, "rotary_base is 0.0: must be above 1"),
     ({"rotary_percent": 0.0} | ROPE, "rotary_percent is 0.0: must be in (0, 1]"),
     ({"rotary_percent": 1.5} | ROPE, "rotary_percent is 1.5: must be in (0, 1]"),
     (
@@ -333,7 +333,7 @@ def transformer_configs(draw: st.DrawFn) -> TransformerConfig:
         window_attn_skip_freq=None if window is None else draw(skips),
         attention_backend=draw(st.sampled_from(["auto", "unfused"] if attention_dropout else ["auto", "fused", "unfused"])),
         position_embedding_type=position,
-        rotary_base=draw(positive),
+        rotary_base=draw(positive) + 1,
         rotary_interleaved=draw(st.booleans()),
         rope_scaling=draw(SCALINGS) if position == "rope" else None,
         share_embeddings_and_output_weights=draw(st.booleans()),
@@ -367,3 +367,25 @@ def test_values_from_a_file_are_checked() -> None:
         config_from_dict(TransformerConfig, values | {"num_layer": 0})
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: TransformerConfig(**BASE | {"hidden_dropout": "0.1"}),
+            "hidden_dropout is '0.1', a str: must be of type float",
+        ),
+        (lambda: TransformerConfig(**BASE | ROPE | {"rope_scaling": {"factor": 2}}), "rope_scaling is {'factor': 2}, a dict"),
+        (lambda: TransformerConfig(**BASE | {"bf16": 1}), "bf16 is 1, a int: must be of type bool"),
+        (lambda: TrainConfig(seed=1.5), "seed is 1.5, a float: must be of type int"),  # type: ignore[arg-type]
+        (lambda: OptimizerConfig(lr_warmup_iters=2.5), "lr_warmup_iters is 2.5"),  # type: ignore[arg-type]
+        (lambda: OptimizerConfig(lr_decay_iters=-3), "lr_decay_iters is -3: must be a positive integer"),
+        (lambda: OptimizerConfig(lr=float("inf")), "lr is inf: must be finite"),
+        (lambda: OptimizerConfig(lr=0.1, lr_warmup_init=0.2), "lr_warmup_init is 0.2: must be at most lr 0.1"),
+        (lambda: YarnRopeScaling(attention_factor=-1.0), "attention_factor is -1.0: must be above 0, or None"),
+        (lambda: YarnRopeScaling(mscale_all_dim=-1.0), "mscale_all_dim is -1.0: must be at least 0"),
+        (lambda: ModelParallelConfig(bf16=True, params_dtype=torch.float64), "bf16=True keeps fp32 parameters"),
+    ],
+)
+def test_other_wrong_values_and_types_are_refused(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        make()

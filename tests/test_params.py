@@ -182,7 +182,7 @@ def test_wrong_parameters_are_refused_by_name() -> None:
     specs, params = fmeg.gpt_specs(cfg), fmeg.init_params(cfg)
     check_params(params, specs)
     missing = {k: v for k, v in params.items() if k != "final_norm"} | {"extra": torch.zeros(1)}
-    with pytest.raises(ValueError, match="^parameters do not match the config: missing final_norm/scale, unexpected extra$"):
+    with pytest.raises(ValueError, match=r"^parameters do not match the config: missing final_norm/scale, unexpected extra$"):
         check_params(missing, specs)
     with pytest.raises(ValueError, match=r"missing embedding/tokens, final_norm/scale, layers/\S+, layers/\S+ and 8 more, un"):
         check_params({}, specs)

@@ -45,6 +45,10 @@ def get_gpt_layer_local_spec(cfg: TransformerConfig) -> LayerSpec:
     """The layer of a GPT from torch's own operations. Swap a part with `dataclasses.replace`.
 
     A config with a mixture of windowed and full layers has no single layer: see `get_gpt_decoder_block_spec`.
+
+    >>> cfg = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> get_gpt_layer_local_spec(cfg).mlp.apply is mlp
+    True
     """
     if cfg.window_attn_skip_freq is not None:
         raise ValueError("window_attn_skip_freq makes layers differ: use get_gpt_decoder_block_spec(cfg), one per layer")
@@ -52,7 +56,13 @@ def get_gpt_layer_local_spec(cfg: TransformerConfig) -> LayerSpec:
 
 
 def get_gpt_decoder_block_spec(cfg: TransformerConfig) -> tuple[LayerSpec, ...]:
-    """One LayerSpec for each layer, windowed where the config says so."""
+    """One LayerSpec for each layer, windowed where the config says so.
+
+    >>> cfg = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=96, window_size=(3, 0),
+    ...     window_attn_skip_freq=2)
+    >>> [layer.name for layer in get_gpt_decoder_block_spec(cfg)]
+    ['windowed', 'dense', 'windowed', 'dense']
+    """
     full, windowed = LayerSpec(), LayerSpec()
     if cfg.window_size is not None:
         name = "dense" if cfg.window_attn_skip_freq is None else "windowed"

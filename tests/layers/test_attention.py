@@ -72,18 +72,17 @@ def test_fused_equals_unfused_equals_the_formula(
     B, T, K, G, H = sizes
     cfg, qkv = config(H, softmax_scale=scale), heads(B, T, K * G, K, H, dtype)
     mask_TS = None if window is None else causal_mask(T, window)
-    fused, unfused = (
-        value_and_gradients(
-            lambda q, k, v, c=cfg.replace(attention_backend=b): dot_product_attention(q, k, v, c, mask_TS=mask_TS), qkv
-        )
-        for b in BACKENDS
-    )
+
+    def on(backend: str) -> tuple[Tensor, ...]:
+        chosen = cfg.replace(attention_backend=backend)
+        return value_and_gradients(lambda q, k, v: dot_product_attention(q, k, v, chosen, mask_TS=mask_TS), qkv)
+
     full_TS = causal_mask(T, window)
     want = value_and_gradients(lambda q, k, v: by_definition(q, k, v, cfg, full_TS), tree.map(Tensor.double, qkv))
     # Gradients that are zero but for rounding (one position only) are compared with the size of all of them.
     size = max(w.abs().max().item() for w in want)
-    for have in (fused, unfused):
-        for a, b in zip(have, want, strict=True):
+    for backend in BACKENDS:
+        for a, b in zip(on(backend), want, strict=True):
             assert a.dtype == dtype
             assert (a.double() - b).abs().max() <= RELATIVE[dtype] * size
 
@@ -214,7 +213,9 @@ def test_vmap_over_the_fused_kernel_is_a_loop(in_dims: tuple[int | None, ...], w
 
 def test_vmap_of_grad_nests() -> None:
     """Per-example gradients over two mapped dimensions, on the fused kernel and on plain products."""
-    qkv = tuple(torch.stack([torch.stack([x, 2 * x]), torch.stack([-x, x + 1]), torch.stack([x, x])]) for x in heads(1, 4, 2, 1, 4))
+    qkv = tuple(
+        torch.stack([torch.stack([x, 2 * x]), torch.stack([-x, x + 1]), torch.stack([x, x])]) for x in heads(1, 4, 2, 1, 4)
+    )
 
     def per_example(backend: str) -> Any:
         cfg = config(4, attention_backend=backend)

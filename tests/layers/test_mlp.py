@@ -37,7 +37,7 @@ def test_gelu_is_the_exact_one() -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="^activation is 'relu': must be gelu, gelu_tanh, silu or squared_relu$"):
+    with pytest.raises(ValueError, match=r"^activation is 'relu': must be gelu, gelu_tanh, silu or squared_relu$"):
         activation(torch.zeros(1), "relu")
 
 
@@ -50,7 +50,9 @@ def test_the_formula(name: str, gated: bool, bias: bool) -> None:
     specs = mlp_specs(cfg)
     assert specs.keys() == ({"gate", "up", "down"} if gated else {"up", "down"})
     gen = torch.Generator().manual_seed(0)
-    params = tree.map(lambda p: torch.randn(p.shape, generator=gen, dtype=p.dtype), init_from_specs(specs, seed=0, dtype=torch.float64))
+    params = tree.map(
+        lambda p: torch.randn(p.shape, generator=gen, dtype=p.dtype), init_from_specs(specs, seed=0, dtype=torch.float64)
+    )
     x = torch.randn(2, 3, 32, generator=gen, dtype=torch.float64)
 
     def project(part: str, x: Tensor) -> Tensor:

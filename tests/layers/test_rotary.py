@@ -82,7 +82,8 @@ def test_llama3_is_transformers(fields: dict[str, Any], head_dim: int, base: flo
     assert (cos == 1).all()
 
 
-@pytest.mark.parametrize("base", [1e4, 1e6])
+# Base 10 is short enough for the ramp to end beyond the last dimension.
+@pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize(
     "fields",
@@ -93,6 +94,7 @@ def test_llama3_is_transformers(fields: dict[str, Any], head_dim: int, base: flo
         {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
         {"factor": 16.0, "original_max_position_embeddings": 64, "attention_factor": 1.25},
         {"factor": 1.0, "original_max_position_embeddings": 4096},
+        {"factor": 4.0, "original_max_position_embeddings": 6},  # shorter than every wavelength: a ramp of no width
     ],
 )
 def test_yarn_is_transformers(fields: dict[str, Any], head_dim: int, base: float) -> None:

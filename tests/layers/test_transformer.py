@@ -137,12 +137,12 @@ def mean_attention_specs(cfg: fmeg.TransformerConfig) -> Any:
     return {"project": project, "gate": fmeg.ParamSpec((D,), fmeg.P("embed"), normal(1.0))}
 
 
-def ternary_mlp(params: Any, x_BTD: Tensor, cfg: Any, ctx: Any, *, key: Any = None) -> Tensor:
+def positive_mlp(params: Any, x_BTD: Tensor, cfg: Any, ctx: Any, *, key: Any = None) -> Tensor:
     return mlp(params, F.relu(x_BTD), cfg, ctx, key=key)
 
 
 SWAPPED = dataclasses.replace(
-    LayerSpec(), name="swapped", attention=Sublayer(mean_attention_specs, mean_attention), mlp=Sublayer(mlp_specs, ternary_mlp)
+    LayerSpec(), name="swapped", attention=Sublayer(mean_attention_specs, mean_attention), mlp=Sublayer(mlp_specs, positive_mlp)
 )
 
 

@@ -41,6 +41,28 @@ MODELS: dict[str, dict[str, Any]] = {
 models = pytest.mark.parametrize("name", MODELS)
 
 
+def key_biases_with_query_biases(grads: Any) -> Any:
+    """Derivatives in which each key bias is judged by the size of its query bias.
+
+    Without a rotation a key bias adds the same number to all of a row's scores: its derivatives are rounding around zero.
+    """
+
+    def join(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        node = {name: join(child) for name, child in node.items()}
+        if "key" in node and "bias" in node["key"]:
+            both = torch.cat((node["query"]["bias"].flatten(), node["key"]["bias"].flatten()))
+            node["key"] = node["key"] | {"bias": both}
+        return node
+
+    return join(grads)
+
+
+def assert_derivatives_close(have: Any, want: Any, *, rtol: float) -> None:
+    assert_trees_close(key_biases_with_query_biases(have), key_biases_with_query_biases(want), rtol=rtol)
+
+
 def loss_sum(params: Any, batch: dict[str, Tensor], cfg: fmeg.TransformerConfig, key: Tensor | None = None) -> Tensor:
     return fmeg.gpt_forward_step(params, batch, cfg, None, key=key)[0]
 
@@ -58,28 +80,32 @@ def test_per_sample_gradients_sum_to_the_batchs(name: str, drop: bool) -> None:
         return loss_sum(params, tree.map(lambda x: x[None], example), cfg, key)
 
     each = torch.func.vmap(torch.func.grad(one), (None, 0))(params, batch)
-    assert_trees_close(tree.map(lambda g: g.sum(0), each), torch.func.grad(loss_sum)(params, batch, cfg, key), rtol=1e-9)
+    whole = torch.func.grad(loss_sum)(params, batch, cfg, key)
+    assert_derivatives_close(tree.map(lambda g: g.sum(0), each), whole, rtol=RELATIVE[FP64])
     for i in range(4):
         alone = torch.func.grad(loss_sum)(params, tree.map(lambda x, i=i: x[i : i + 1], batch), cfg, key)
-        assert_trees_close(tree.map(lambda g, i=i: g[i], each), alone, rtol=RELATIVE[FP64])
+        assert_derivatives_close(tree.map(lambda g, i=i: g[i], each), alone, rtol=RELATIVE[FP64])
 
 
 @models
 def test_hessian_vector_products_equal_differences_of_gradients(name: str) -> None:
-    cfg = small_config(params_dtype=FP64, attention_backend="unfused", **MODELS[name])
+    cfg = small_config(params_dtype=FP64, attention_backend="unfused", init_method_std=0.2, **MODELS[name])
     params, batch = fmeg.init_params(cfg), random_batch(cfg, size=2, length=6)
-    gen = torch.Generator().manual_seed(0)
-    direction = tree.map(lambda p: torch.randn(p.shape, generator=gen, dtype=FP64) * (p != 0), params)
+    gen, h = torch.Generator().manual_seed(0), 2e-4
+    direction = tree.map(lambda p: 0.2 * torch.randn(p.shape, generator=gen, dtype=FP64), params)
 
     def gradient(params: Any) -> Any:
         return torch.func.grad(loss_sum)(params, batch, cfg)
 
     _, have = torch.func.jvp(gradient, (params,), (direction,))
-    h = 1e-5
-    ahead, behind = (gradient(tree.map(lambda p, d, s=s: p + s * h * d, params, direction)) for s in (1, -1))
-    want = tree.map(lambda a, b: (a - b) / (2 * h), ahead, behind)
-    # The error of a central difference: h^2 times the third derivative, and the gradient's rounding over h.
-    assert_trees_close(have, want, rtol=1e-6)
+
+    def difference(h: float) -> Any:
+        ahead, behind = (gradient(tree.map(lambda p, d, s=s: p + s * h * d, params, direction)) for s in (1, -1))
+        return tree.map(lambda a, b: (a - b) / (2 * h), ahead, behind)
+
+    # Central differences of three steps, extrapolated: the error left is h^6 times the seventh derivative.
+    want = tree.map(lambda a, b, c: (64 * a - 20 * b + c) / 45, difference(h), difference(2 * h), difference(4 * h))
+    assert_derivatives_close(have, want, rtol=RELATIVE[FP64])
 
 
 def test_reverse_over_reverse_equals_forward_over_reverse() -> None:
@@ -110,8 +136,8 @@ def test_the_gradient_is_the_slope_in_every_leaf(name: str, backend: str) -> Non
     for i, (path, g) in enumerate(tree.flatten_with_path(gradient)):
         direction = torch.randn(g.shape, generator=gen, dtype=FP64)
         ends = [
-            loss_sum(tree.unflatten(treedef, [*flat[:i], flat[i] + s * h * direction, *flat[i + 1 :]]), batch, cfg)
-            for s in (1, -1)
+            loss_sum(tree.unflatten(treedef, [*flat[:i], flat[i] + step * direction, *flat[i + 1 :]]), batch, cfg)
+            for step in (h, -h)
         ]
         slope = ((ends[0] - ends[1]) / (2 * h)).item()
         # Rounding of a loss near 60 is 1e-14, over 2h; key biases have no slope at all.
@@ -144,12 +170,10 @@ CALLS: dict[str, Callable[[fmeg.TransformerConfig, Any, dict[str, Tensor], Tenso
     "gpt_forward": lambda cfg, params, batch, key: fmeg.gpt_forward(params, batch["tokens"], cfg),
     "gpt_forward_step": lambda cfg, params, batch, key: fmeg.gpt_forward_step(params, batch, cfg, None, key=key),
     "grad": lambda cfg, params, batch, key: torch.func.grad(loss_sum)(params, batch, cfg, key),
-    "make_grad_step": lambda cfg, params, batch, key: fmeg.make_grad_step(
-        cfg, compile=False, key=key, num_microbatches=2
-    )(params, batch),
-    "sample": lambda cfg, params, batch, key: sample(
-        params, batch["tokens"][0], cfg, num_tokens=2, temperature=1.0, key=key
+    "make_grad_step": lambda cfg, params, batch, key: fmeg.make_grad_step(cfg, compile=False, key=key, num_microbatches=2)(
+        params, batch
     ),
+    "sample": lambda cfg, params, batch, key: sample(params, batch["tokens"][0], cfg, num_tokens=2, temperature=1.0, key=key),
 }
 
 
@@ -266,9 +290,7 @@ def test_every_combination_has_finite_gradients_on_both_backends(options: dict[s
     """The two backends agree in every leaf; a leaf is zero only where it has no influence."""
     cfg = small_config(params_dtype=FP64, **options)
     params, batch = fmeg.init_params(cfg), random_batch(cfg, size=2, length=6)
-    fused, unfused = (
-        value_and_grad(loss_sum)(params, batch, cfg.replace(attention_backend=b)) for b in ("fused", "unfused")
-    )
+    fused, unfused = (value_and_grad(loss_sum)(params, batch, cfg.replace(attention_backend=b)) for b in ("fused", "unfused"))
     size = max(g.abs().max().item() for g in tree.leaves(unfused))
     for (path, a), (_, b) in zip(tree.flatten_with_path(fused), tree.flatten_with_path(unfused), strict=True):
         assert a.isfinite().all() and (a - b).abs().max() <= RELATIVE[FP64] * size, path
@@ -287,7 +309,8 @@ def test_what_the_model_cannot_take_is_refused() -> None:
     ]:
         with pytest.raises(error, match=message):
             fmeg.gpt_forward(params, bad, cfg)
-    with pytest.raises(ValueError, match=r"shape of layers/dense/attention/key/weight .* instead of .* and 2 more$|shape of"):
+    message = r"shape of layers/dense/attention/key/weight \(2, 32, 2, 8\) instead of \(2, 32, 1, 8\)"
+    with pytest.raises(ValueError, match=message):
         fmeg.gpt_forward(params, tokens, cfg.replace(num_query_groups=1))
     with pytest.raises(ValueError, match="missing none, unexpected output/weight"):
         fmeg.gpt_forward(params, tokens, cfg.replace(share_embeddings_and_output_weights=True))
@@ -321,9 +344,7 @@ def test_sampling_at_temperature_zero_takes_the_most_probable_token() -> None:
 def test_sampling_is_decided_by_the_key() -> None:
     cfg = small_config()
     params, prompt = fmeg.init_params(cfg), torch.tensor([5, 17, 3])
-    a, b, c = (
-        sample(params, prompt, cfg, num_tokens=8, temperature=1.0, key=random.key(seed)).tolist() for seed in (0, 0, 1)
-    )
+    a, b, c = (sample(params, prompt, cfg, num_tokens=8, temperature=1.0, key=random.key(seed)).tolist() for seed in (0, 0, 1))
     assert a == b != c
     assert a[:3] == [5, 17, 3] and len(a) == 11
     longer = sample(params, prompt, cfg, num_tokens=10, temperature=1.0, key=random.key(0)).tolist()
@@ -332,13 +353,15 @@ def test_sampling_is_decided_by_the_key() -> None:
 
 def test_sampling_draws_from_the_softmax() -> None:
     """One token under many keys: frequencies within five standard errors of softmax(logits / temperature)."""
-    cfg = small_config(vocab_size=4, init_method_std=0.3)
-    params, prompt, n = fmeg.init_params(cfg), torch.tensor([1, 2]), 600
+    cfg = small_config(vocab_size=4, init_method_std=0.05)
+    params, prompt, n = fmeg.init_params(cfg), torch.tensor([1, 2]), 20_000
     probs = torch.softmax(fmeg.gpt_forward(params, prompt[None], cfg)[0, -1] / 0.7, -1)
-    draws = [sample(params, prompt, cfg, num_tokens=1, temperature=0.7, key=random.key(i))[-1] for i in range(n)]
-    frequency = torch.bincount(torch.stack(draws), minlength=4) / n
+    draws = torch.func.vmap(lambda key: sample(params, prompt, cfg, num_tokens=1, temperature=0.7, key=key)[-1])(
+        random.split(random.key(0), n)
+    )
+    frequency = torch.bincount(draws, minlength=4) / n
     assert ((frequency - probs).abs() < 5 * (probs * (1 - probs) / n).sqrt()).all()
-    assert probs.max() < 0.9
+    assert 0.4 < probs.max() < 0.9
 
 
 def test_sampling_past_the_longest_sequence_slides_the_context() -> None:

@@ -37,7 +37,7 @@ def test_layouts_are_equal_where_axes_and_pending_sums_are(a: tuple, b: tuple) -
 
 def test_a_layout_is_not_a_bare_tuple_and_a_pending_sum_counts() -> None:
     assert P("batch", "seq") != ("batch", "seq")
-    assert ("batch", "seq") != P("batch", "seq")
+    assert tuple(P("batch", "seq")) != P("batch", "seq")
     assert P("batch", "seq") != P("batch", "seq", unreduced="mlp")
     assert P("batch", unreduced="mlp") == P("batch", unreduced=("mlp",))
     assert len({P("batch"), P("batch"), P("batch", unreduced="mlp"), P("seq")}) == 3
@@ -60,7 +60,8 @@ def test_unknown_axes_are_refused_with_the_known_ones() -> None:
 
 
 def test_an_axis_is_used_once() -> None:
-    with pytest.raises(ValueError, match=r"^logical axis 'mlp' appears twice in P\('mlp', 'mlp'\): a layout uses each axis once$"):
+    message = r"^logical axis 'mlp' appears twice in P\('mlp', 'mlp'\): a layout uses each axis once$"
+    with pytest.raises(ValueError, match=message):
         P("mlp", "mlp")
     with pytest.raises(ValueError, match=r"'mlp' appears twice in P\('batch', 'mlp', unreduced='mlp'\)"):
         P("batch", "mlp", unreduced="mlp")
@@ -79,9 +80,7 @@ def test_reshard_on_one_device_is_nothing_at_all() -> None:
 
 def test_a_layout_of_another_rank_is_refused() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(
-        ValueError, match=r"^reshard: src P\('batch'\) names 1 dimensions, but the array has 2: \(2, 3\)$"
-    ):
+    with pytest.raises(ValueError, match=r"^reshard: src P\('batch'\) names 1 dimensions, but the array has 2: \(2, 3\)$"):
         reshard(x, P("batch"), P("batch", "seq"), None)
     with pytest.raises(ValueError, match=r"^reshard: dst P\('batch', 'seq', 'embed'\) names 3 dimensions, but"):
         reshard(x, P("batch", "seq"), P("batch", "seq", "embed"), None)
