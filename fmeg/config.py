@@ -315,6 +315,7 @@ class TrainConfig(Replaceable):
     """Updates between checkpoints; 0: only at the end."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in (
             "seq_length",
             "micro_batch_size",
