@@ -1,40 +1,85 @@
-"""`reshard(x, src, dst, ctx)`: the only way in which a layer communicates."""
+"""`reshard(x, src, dst, ctx)`: the only way in which a layer communicates, and whole trees in and out of a mesh."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from fmeg.sharding.spec import P
-
-Mesh: TypeAlias = None
-"""The mesh that a program runs on. A single device is None, the only mesh there is so far."""
-
-
-def require_single_device(mesh: object) -> None:
-    """Refuse a mesh where only a single device is supported."""
-    if mesh is not None:
-        raise ValueError(f"mesh is {mesh!r}: fmeg runs on a single device so far; pass mesh=None")
+from fmeg.sharding.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from fmeg.sharding.mesh import Context, Mesh
+from fmeg.sharding.spec import Axes, P
 
 
-def reshard(x: Tensor, src: P, dst: P, ctx: Mesh) -> Tensor:
+def reshard(x: Tensor, src: P, dst: P, ctx: Context | None) -> Tensor:
     """Move `x` from layout `src` to layout `dst`. On a single device both are the whole array, and nothing happens.
+
+    | src -> dst | forward | backward |
+    |---|---|---|
+    | sharded -> replicated | all-gather | reduce-scatter |
+    | unreduced -> replicated | all-reduce | all-reduce |
+    | unreduced -> sharded | reduce-scatter | all-gather |
+    | sharded on i -> sharded on j | all-to-all | all-to-all |
+    | replicated -> sharded | slice | pad with zeros |
 
     Errors: ValueError when a layout has another rank than `x`, or when `dst` keeps a sum pending that `src` does not.
 
-    >>> import torch
     >>> x_BTD = torch.zeros(2, 3, 4)
     >>> reshard(x_BTD, P("batch", "seq", "embed", unreduced="mlp"), P("batch", "residual_seq", "embed"), None) is x_BTD
     True
     """
-    require_single_device(ctx)
     for name, spec in (("src", src), ("dst", dst)):
         if len(spec) != x.ndim:
-            raise ValueError(
-                f"reshard: {name} {spec} names {len(spec)} dimensions, but the array has {x.ndim}: {tuple(x.shape)}"
-            )
+            raise ValueError(f"reshard: {name} {spec} names {len(spec)} dimensions, but the array has {x.ndim}: {tuple(x.shape)}")
     extra = set(dst.unreduced) - set(src.unreduced)
     if extra:
         raise ValueError(f"reshard: dst {dst} leaves {sorted(extra)} unreduced, but src {src} has no such pending sum")
-    return x
+    if ctx is None:
+        return x
+    mesh = ctx.mesh
+    before, after = [[mesh.axes_of(axis) for axis in spec] for spec in (src, dst)]
+    pending = [axis for logical in src.unreduced if logical not in dst.unreduced for axis in mesh.axes_of(logical)]
+    gone = {axes: i for i, axes in enumerate(before) if axes and axes != after[i]}
+    come = {axes: i for i, axes in enumerate(after) if axes and axes != before[i]}
+    for axes, i in gone.items():
+        x = all_to_all(x, come[axes], i, axes, mesh) if axes in come else all_gather(x, i, axes, mesh)
+    for axes, i in come.items():
+        if axes in gone:
+            continue
+        if set(axes) <= set(pending):
+            x = reduce_scatter(x, i, axes, mesh)
+            pending = [axis for axis in pending if axis not in axes]
+        else:
+            x = take_part(x, i, axes, ctx)
+    return all_reduce(x, tuple(pending), mesh) if pending else x
+
+
+def take_part(x: Tensor, dim: int, axes: Axes, ctx: Context) -> Tensor:
+    """This rank's part of a replicated array along `dim`. Its derivative pads with zeros."""
+    ranks = ctx.mesh.size(axes)
+    if x.shape[dim] % ranks:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible over {ranks} ranks of {axes}")
+    local = x.shape[dim] // ranks
+    places = ctx.index(axes) * local + torch.arange(local, device=x.device)
+    return x.index_select(dim, places)
+
+
+def simulate(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`fn(ctx, *args)`, a program for one rank, as a function of arrays with a leading rank dimension, run for all ranks.
+
+    One `torch.func.vmap` over the ranks, in which collectives are arithmetic: deterministic, differentiable, compilable.
+
+    >>> from fmeg.sharding.spec import TP
+    >>> mesh = Mesh((("tp", 4),), TP)
+    >>> total = simulate(lambda ctx, x: reshard(x, P(None, unreduced="mlp"), P(None), ctx), mesh)
+    >>> total(torch.arange(4.0)[:, None]).squeeze(1)
+    tensor([6., 6., 6., 6.])
+    """
+
+    def run(*args: Any) -> Any:
+        ranks = torch.arange(mesh.world_size)
+        return torch.func.vmap(lambda rank, *local: fn(Context(mesh, rank), *local))(ranks, *args)
+
+    return run

@@ -7,6 +7,7 @@ array and a `P` only documents and checks what a layer says about its arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 LOGICAL_AXES = {
     "batch": "sequences of a batch",
@@ -21,6 +22,28 @@ LOGICAL_AXES = {
     "positions": "rows of the learned position table",
     "layers": "stacked layers L",
 }
+
+
+Axes = tuple[str, ...]
+"""Mesh axes, major to minor."""
+
+
+class Rules(NamedTuple):
+    """Which mesh axes each logical axis is sharded over. What the table does not name is replicated."""
+
+    name: str
+    table: tuple[tuple[str, Axes], ...]
+
+    def axes_of(self, logical: str | None) -> Axes:
+        """The mesh axes of a logical axis."""
+        return dict(self.table).get(logical, ()) if logical is not None else ()
+
+
+_TENSOR = (("heads", ("tp",)), ("kv_heads", ("tp_kv",)), ("mlp", ("tp",)), ("vocab", ("tp",)))
+UNSHARDED = Rules("UNSHARDED", ())
+TP = Rules("TP", (("batch", ("dp",)), *_TENSOR))
+TP_SP = Rules("TP_SP", (("batch", ("dp",)), ("residual_seq", ("tp",)), *_TENSOR))
+"""Data parallelism is in every table: a mesh axis of size 1 vanishes."""
 
 
 class P(tuple[str | None, ...]):

@@ -1,0 +1,112 @@
+"""Meshes: named axes over flat ranks, and the rank that a program runs on, as a tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmeg.config import TransformerConfig
+from fmeg.sharding.spec import TP, TP_SP, Axes, P, Rules
+
+Place = str | None
+
+
+class Mesh(NamedTuple):
+    """Named axes over flat ranks, major to minor, and the rules that map logical axes to them.
+
+    Axes of size 1 are left out, so that they cost nothing. Where there are fewer key/value heads than tensor-parallel ranks,
+    `tp` is two axes: "tp_kv", over which the heads are sharded, and "tp_rep", over which each of them is repeated.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    rules: Rules
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.size(self.names)
+
+    @property
+    def names(self) -> Axes:
+        """The axes, major to minor."""
+        return tuple(name for name, _ in self.axes)
+
+    def size(self, axes: Axes) -> int:
+        """Number of ranks along some axes together."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def stride(self, axis: str) -> int:
+        """How far apart in flat ranks two neighbours along an axis are."""
+        return self.size(self.names[self.names.index(axis) + 1 :])
+
+    def axes_of(self, logical: str | None) -> Axes:
+        """The axes of this mesh over which a logical axis is sharded, major to minor."""
+        out: list[str] = []
+        for axis in self.rules.axes_of(logical):
+            both = {"tp": ("tp", "tp_kv", "tp_rep"), "tp_kv": ("tp", "tp_kv")}.get(axis, (axis,))
+            out += [name for name in both if name in self.names]
+        return tuple(out)
+
+    def unused_axes(self, spec: P) -> Axes:
+        """The axes over which an array of this layout is replicated."""
+        used = {axis for logical in spec for axis in self.axes_of(logical)}
+        return tuple(axis for axis in self.names if axis not in used)
+
+    def local_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+        """The shape of one rank's part. ValueError, naming the axis, where a dimension does not divide."""
+        used = [axis for logical in spec for axis in self.axes_of(logical)]
+        if len(set(used)) < len(used):
+            raise ValueError(f"{spec} uses a mesh axis twice, {sorted(used)}: shard one of its dimensions only")
+        out = []
+        for size, logical in zip(shape, spec, strict=True):
+            ranks = self.size(self.axes_of(logical))
+            if size % ranks:
+                raise ValueError(f"{logical} of size {size} is not divisible over {ranks} ranks: use a multiple of {ranks}")
+            out.append(size // ranks)
+        return tuple(out)
+
+
+class Context(NamedTuple):
+    """What a layer runs on: a mesh, and the flat rank as a 0-d integer tensor, never a number in the program.
+
+    Every rank so runs the same graph, and a simulated rank is a mapped tensor.
+    """
+
+    mesh: Mesh
+    rank: Tensor
+
+    def index(self, axes: Axes) -> Tensor:
+        """The rank's place along some axes together, major to minor: a 0-d integer tensor."""
+        place = torch.zeros_like(self.rank)
+        for axis in axes:
+            size = self.mesh.size((axis,))
+            place = place * size + self.rank // self.mesh.stride(axis) % size
+        return place
+
+    def positions(self, logical: str | None, local_size: int) -> Tensor | None:
+        """Which positions of a logical axis this rank's `local_size` ones are: int64 [local_size]. None: all of them."""
+        axes = self.mesh.axes_of(logical)
+        if not axes:
+            return None
+        return self.index(axes) * local_size + torch.arange(local_size, device=self.rank.device)
+
+
+def simulated_mesh(cfg: TransformerConfig, *, data_parallel_size: int = 1) -> Mesh:
+    """Ranks in this process: every array gains a leading dimension, the rank, and collectives are arithmetic over it.
+
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, vocab_size=96,
+    ...     tensor_model_parallel_size=4)
+    >>> simulated_mesh(cfg, data_parallel_size=2).axes
+    (('dp', 2), ('tp_kv', 2), ('tp_rep', 2))
+    """
+    if data_parallel_size < 1:
+        raise ValueError(f"data_parallel_size is {data_parallel_size}: must be a positive integer")
+    tp = cfg.tensor_model_parallel_size
+    repeats = max(tp // cfg.query_groups, 1)
+    tensor = (("tp", tp),) if repeats == 1 else (("tp_kv", tp // repeats), ("tp_rep", repeats))
+    axes = (("dp", data_parallel_size), *tensor)
+    return Mesh(tuple((name, size) for name, size in axes if size > 1), TP_SP if cfg.sequence_parallel else TP)
