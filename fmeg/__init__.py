@@ -17,7 +17,7 @@ from fmeg.layers.transformer import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from fmeg.models.gpt import gpt_forward, gpt_forward_step, gpt_specs, init_params
+from fmeg.models.gpt import gpt_forward, gpt_forward_step, gpt_specs, init_params, shard_params, unshard_params
 from fmeg.optim import (
     Optimizer,
     adamw,
@@ -33,7 +33,8 @@ from fmeg.optim import (
     wsd_schedule,
 )
 from fmeg.params import ParamSpec, count_params
-from fmeg.sharding.reshard import reshard
+from fmeg.sharding.mesh import Mesh, simulated_mesh
+from fmeg.sharding.reshard import on_mesh, reshard
 from fmeg.sharding.spec import P
 from fmeg.train_step import TrainState, init_state, make_grad_step, make_train_step
 
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LayerSpec",
     "Llama3RopeScaling",
+    "Mesh",
     "ModelParallelConfig",
     "Optimizer",
     "OptimizerConfig",
@@ -74,9 +76,13 @@ __all__ = [
     "linear_schedule",
     "make_grad_step",
     "make_train_step",
+    "on_mesh",
     "reshard",
     "sgd",
+    "shard_params",
+    "simulated_mesh",
     "to_hf",
     "to_megatron",
+    "unshard_params",
     "wsd_schedule",
 ]

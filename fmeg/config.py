@@ -88,8 +88,12 @@ ROPE_SCALINGS: dict[str, type] = {"llama3": Llama3RopeScaling, "yarn": YarnRopeS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig(Replaceable):
-    """Number formats of parameters and of compute."""
+    """Layout, and number formats of parameters and of compute."""
 
+    tensor_model_parallel_size: int = 1
+    """Ranks over which heads, the MLP and the vocabulary are sharded."""
+    sequence_parallel: bool = False
+    """Shard the residual stream, norms and dropout over the tensor-parallel ranks by position."""
     params_dtype: torch.dtype = torch.float32
     """The dtype in which parameters are held."""
     bf16: bool = False
@@ -198,6 +202,7 @@ class TransformerConfig(ModelParallelConfig):
             check_literals,
             _check_dtypes,
             _check_heads,
+            _check_tensor_parallel,
             _check_rotary,
             _check_rates,
             _check_attention_backend,
@@ -227,7 +232,7 @@ class TransformerConfig(ModelParallelConfig):
     @property
     def padded_vocab_size(self) -> int:
         """Rows in which the vocabulary is stored."""
-        unit = self.make_vocab_size_divisible_by
+        unit = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return math.ceil(self.vocab_size / unit) * unit
 
     def layer_window(self, layer: int) -> tuple[int, int] | None:
@@ -347,6 +352,7 @@ def _check_sizes(cfg: TransformerConfig) -> None:
         "vocab_size",
         "max_position_embeddings",
         "make_vocab_size_divisible_by",
+        "tensor_model_parallel_size",
     ):
         positive_int(name, getattr(cfg, name))
     for name in ("num_query_groups", "kv_channels", "ffn_hidden_size"):
@@ -364,6 +370,22 @@ def _check_heads(cfg: TransformerConfig) -> None:
         raise ValueError(
             f"num_attention_heads {cfg.num_attention_heads} is not divisible by num_query_groups {cfg.query_groups}: "
             f"use num_query_groups {either(divisors(cfg.num_attention_heads))}"
+        )
+
+
+def _check_tensor_parallel(cfg: TransformerConfig) -> None:
+    tp, heads, groups = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.query_groups
+    works = [n for n in divisors(heads) if cfg.ffn_size % n == 0 and (groups % n == 0 or n % groups == 0)]
+    for name, size in (("num_attention_heads", heads), ("ffn_hidden_size", cfg.ffn_size)):
+        if size % tp:
+            raise ValueError(
+                f"{name} {size} is not divisible by tensor_model_parallel_size {tp}: "
+                f"use tensor_model_parallel_size {either(works)}, or another {name}"
+            )
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"num_query_groups {groups} neither divides nor is divided by tensor_model_parallel_size {tp}: "
+            f"use tensor_model_parallel_size {either(works)}, or another num_query_groups"
         )
 
 

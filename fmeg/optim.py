@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fmeg import tree
 from fmeg.fusion import materialize
+from fmeg.sharding.collectives import all_reduce
+from fmeg.sharding.mesh import Ctx
 
 Params = Any  # nested dicts of tensors
 Updates = Any  # the structure of Params
@@ -86,10 +88,11 @@ def _empty_state(params: Params) -> EmptyState:
     return EmptyState()
 
 
-def global_norm(tensors: Updates) -> Tensor:
+def global_norm(tensors: Updates, specs: Specs = None, ctx: Ctx = None) -> Tensor:
     """L2 norm over all elements of all leaves, as a 0-d tensor, accumulated in fp32 (fp64 if a leaf is fp64).
 
-    A tree without leaves is a ValueError.
+    On a mesh every element of the whole arrays counts once: the squares of a leaf are summed over the axes that its spec
+    uses, and not over those on which it is repeated. A tree without leaves is a ValueError.
 
     >>> global_norm({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(12.0)}).item()
     13.0
@@ -97,11 +100,17 @@ def global_norm(tensors: Updates) -> Tensor:
     leaves = tree.leaves(tensors)
     if not leaves:
         raise ValueError("global_norm got a tree with 0 leaves, but needs at least 1: pass the gradients' tree")
-    # Not linalg.vector_norm: on a CPU it adds one by one, and is 0.5% off for a leaf of 64 million elements.
-    sums = [leaf.to(_at_least_fp32(leaf)).square().sum() for leaf in leaves]
-    if any(total.dtype == torch.float64 for total in sums):
-        sums = [total.to(torch.float64) for total in sums]
-    return torch.stack(sums).sum().sqrt()
+    # Not linalg.vector_norm: in fp32 on CPUs it is half a percent off for tens of millions of elements.
+    squares = [leaf.to(_at_least_fp32(leaf)).square().sum() for leaf in leaves]
+    widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
+    if ctx is None:
+        return torch.stack([square.to(widest) for square in squares]).sum().sqrt()
+    used = [tuple(a for a in ctx.mesh.names if a not in ctx.mesh.unused_axes(s.axes)) for s in tree.leaves(specs)]
+    total = torch.zeros((), dtype=widest, device=leaves[0].device)
+    for axes in sorted(set(used)):
+        part = torch.stack([sq.to(widest) for sq, mine in zip(squares, used, strict=True) if mine == axes]).sum()
+        total = total + (all_reduce(part, axes, ctx.mesh) if axes else part)
+    return total.sqrt()
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -125,10 +134,10 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     def init(params: Params) -> State:
         return tuple(optimizer.init(params) for optimizer in optimizers)
 
-    def update(grads: Updates, state: State, params: Params, specs: Specs = None) -> tuple[Updates, State]:
+    def update(grads: Updates, state: State, params: Params, specs: Specs = None, ctx: Ctx = None) -> tuple[Updates, State]:
         new_state = []
         for optimizer, member in zip(optimizers, state, strict=True):
-            grads, member = optimizer.update(grads, member, params, specs)
+            grads, member = optimizer.update(grads, member, params, specs, ctx)
             new_state.append(member)
         return grads, tuple(new_state)
 
@@ -156,8 +165,8 @@ def clip_by_global_norm(max_norm: float, eps: float = 1e-6) -> Optimizer:
     _require(0 < max_norm < math.inf, "max_norm", max_norm, "finite and above 0", "leave clipping out to turn it off")
     _require(0 <= eps < math.inf, "eps", eps, "finite and at least 0", "the default is 1e-6")
 
-    def update(grads: Updates, state: State, params: Params, specs: Specs = None) -> tuple[Updates, State]:
-        scale = materialize((max_norm / (global_norm(grads) + eps)).clamp(max=1.0))
+    def update(grads: Updates, state: State, params: Params, specs: Specs = None, ctx: Ctx = None) -> tuple[Updates, State]:
+        scale = materialize((max_norm / (global_norm(grads, specs, ctx) + eps)).clamp(max=1.0))
         return tree.map(lambda g: g.to(_at_least_fp32(g)) * scale.to(_at_least_fp32(g)), grads), state
 
     return Optimizer(_empty_state, update)
@@ -179,7 +188,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Optim
     def init(params: Params) -> AdamState:
         return AdamState(_zero_count(params), _zeros(params), _zeros(params))
 
-    def update(grads: Updates, state: AdamState, params: Params, specs: Specs = None) -> tuple[Updates, AdamState]:
+    def update(
+        grads: Updates, state: AdamState, params: Params, specs: Specs = None, ctx: Ctx = None
+    ) -> tuple[Updates, AdamState]:
         step = state.step + 1
         # In fp64: `1 - 0.999**1` would lose three of fp32's seven digits.
         mu_scale, nu_scale = (materialize(1 / (1 - beta ** step.to(torch.float64))) for beta in (b1, b2))
@@ -207,7 +218,9 @@ def trace(momentum: float, nesterov: bool = False) -> Optimizer:
     _require(0 <= momentum < 1, "momentum", momentum, "at least 0 and below 1", "a common value is 0.9")
     _require(momentum > 0 or not nesterov, "momentum", momentum, "above 0 with nesterov", "or pass nesterov=False")
 
-    def update(grads: Updates, state: TraceState, params: Params, specs: Specs = None) -> tuple[Updates, TraceState]:
+    def update(
+        grads: Updates, state: TraceState, params: Params, specs: Specs = None, ctx: Ctx = None
+    ) -> tuple[Updates, TraceState]:
         buffer = tree.map(lambda g, b: momentum * b + g, grads, state.buffer)
         updates = tree.map(lambda g, b: g + momentum * b, grads, buffer) if nesterov else buffer
         return updates, TraceState(buffer)
@@ -227,7 +240,7 @@ def add_decayed_weights(weight_decay: float) -> Optimizer:
     """
     _require(0 <= weight_decay < math.inf, "weight_decay", weight_decay, "finite and at least 0", "0.0 turns it off")
 
-    def update(grads: Updates, state: State, params: Params, specs: Specs = None) -> tuple[Updates, State]:
+    def update(grads: Updates, state: State, params: Params, specs: Specs = None, ctx: Ctx = None) -> tuple[Updates, State]:
         def add(update: Tensor, param: Tensor, decays: bool) -> Tensor:
             return update + weight_decay * param.to(_at_least_fp32(param)) if decays else update
 
@@ -253,7 +266,7 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
         return LearningRateState(_zero_count(params))
 
     def update(
-        grads: Updates, state: LearningRateState, params: Params, specs: Specs = None
+        grads: Updates, state: LearningRateState, params: Params, specs: Specs = None, ctx: Ctx = None
     ) -> tuple[Updates, LearningRateState]:
         lr = materialize(schedule(state.step))
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from fmeg import random, tree
 from fmeg.config import TransformerConfig
+from fmeg.sharding.collectives import all_reduce
+from fmeg.sharding.mesh import Ctx, Mesh
+from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import P
 
 Specs = Any
@@ -59,6 +62,8 @@ class ParamSpec:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"ParamSpec of shape {self.shape} needs {len(self.shape)} axes, got {self.axes}")
+        if self.storage_shape is not None and self.storage_shape[1:] != self.shape[1:]:
+            raise ValueError(f"ParamSpec {self.shape} may be padded in its first dimension only, not to {self.storage_shape}")
         if self.decay is None:
             object.__setattr__(self, "decay", sum(axis != "layers" for axis in self.axes) > 1)
 
@@ -66,6 +71,13 @@ class ParamSpec:
     def stored(self) -> tuple[int, ...]:
         """The shape in memory."""
         return self.storage_shape or self.shape
+
+    def on_one_device(self, cfg: TransformerConfig) -> ParamSpec:
+        """This parameter as a single device holds it: padded to the unit of the vocabulary, not to a multiple for all ranks."""
+        if self.storage_shape is None:
+            return self
+        alone = cfg.replace(tensor_model_parallel_size=1, sequence_parallel=False)
+        return dataclasses.replace(self, storage_shape=(alone.padded_vocab_size, *self.shape[1:]))
 
     def stacked(self, n: int) -> ParamSpec:
         """`n` of these on a leading "layers" axis."""
@@ -79,8 +91,10 @@ def stack(specs: Specs, n: int) -> Specs:
     return tree.map(lambda spec: spec.stacked(n), specs)
 
 
-def init_from_specs(specs: Specs, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Params:
-    """Initial values for a tree of specs.
+def init_from_specs(
+    specs: Specs, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu", ctx: Ctx = None
+) -> Params:
+    """Initial values for a tree of specs: on a mesh, this rank's parts, drawn without the rest.
 
     A parameter's values are a function of the seed, its path and the index of each element. They are drawn in fp32 and
     cast, so that every dtype starts from the same numbers.
@@ -92,15 +106,60 @@ def init_from_specs(specs: Specs, *, seed: int, dtype: torch.dtype, device: torc
     root = random.key(seed)
 
     def init(path: str, spec: ParamSpec) -> Tensor:
+        local = spec.stored if ctx is None else ctx.mesh.local_shape(spec.stored, spec.axes)
         if spec.init.kind != "normal":
-            fill = 1.0 if spec.init.kind == "ones" else 0.0
-            return torch.full(spec.stored, fill, dtype=dtype, device=device)
-        drawn = random.normal(random.fold_in(root, path).to(device), spec.shape) * spec.init.std
-        value = torch.zeros(spec.stored, dtype=dtype, device=device)
-        value[tuple(slice(n) for n in spec.shape)] = drawn.to(dtype)
-        return value
+            return torch.full(local, 1.0 if spec.init.kind == "ones" else 0.0, dtype=dtype, device=device)
+        index = [None if ctx is None else ctx.positions(axis, n) for axis, n in zip(spec.axes, local, strict=True)]
+        # Padding adds rows at the end of the first dimension only, which leaves the others' indices as they are.
+        value = random.normal(random.fold_in(root, path).to(device), spec.stored, index=index) * spec.init.std
+        if spec.storage_shape is not None:
+            rows = torch.arange(local[0], device=device) if index[0] is None else index[0]
+            value = torch.where(rows.reshape(-1, *[1] * (len(local) - 1)) < spec.shape[0], value, 0.0)
+        return value.to(dtype)
 
     return tree.map_with_path(init, specs)
+
+
+def reduce_grads(grads: Params, specs: Specs, ctx: Ctx) -> Params:
+    """The gradient law: each gradient is summed over every mesh axis that its parameter's spec does not use.
+
+    Inside a step whatever is replicated has a pending sum for its cotangent, and a rank's loss is its share of the whole; so
+    this one rule covers data parallelism, norms and biases with and without sequence parallelism, and repeated heads.
+    """
+    if ctx is None:
+        return grads
+
+    def reduce(grad: Tensor, spec: ParamSpec) -> Tensor:
+        axes = ctx.mesh.unused_axes(spec.axes)
+        return all_reduce(grad, axes, ctx.mesh) if axes else grad
+
+    return tree.map(reduce, grads, specs)
+
+
+def shard_tree(params: Params, specs: Specs, ctx: Ctx) -> Params:
+    """This rank's parts of a tree that a single device would hold, padded as `specs` say."""
+
+    def shard(leaf: Tensor, spec: ParamSpec) -> Tensor:
+        leaf = _repad(leaf, spec.shape[0], spec.stored[0])
+        return reshard(leaf, P(*[None] * leaf.ndim), spec.axes, ctx)
+
+    return tree.map(shard, params, specs)
+
+
+def unshard_tree(params: Params, specs: Specs, cfg: TransformerConfig, ctx: Ctx) -> Params:
+    """The tree that a single device would hold, on every rank."""
+
+    def unshard(leaf: Tensor, spec: ParamSpec) -> Tensor:
+        leaf = reshard(leaf, spec.axes, P(*[None] * leaf.ndim), ctx)
+        return _repad(leaf, spec.shape[0], spec.on_one_device(cfg).stored[0])
+
+    return tree.map(unshard, params, specs)
+
+
+def _repad(leaf: Tensor, rows: int, stored_rows: int) -> Tensor:
+    """The first `rows` rows, and zeros up to `stored_rows`."""
+    padding = leaf.new_zeros((stored_rows - rows, *leaf.shape[1:]))
+    return torch.cat((leaf[:rows], padding)) if stored_rows > rows else leaf[:rows]
 
 
 def cast_to_compute(params: Params, specs: Specs, cfg: TransformerConfig) -> Params:
@@ -117,9 +176,16 @@ def count_params(specs: Specs) -> int:
     return sum(math.prod(spec.shape) for spec in tree.leaves(specs))
 
 
-def check_params(params: Params, specs: Specs) -> None:
-    """Refuse a tree whose names or shapes are not those of `specs`: ValueError, naming the first few differences."""
-    want = {path: spec.stored for path, spec in tree.flatten_with_path(specs)}
+def check_params(params: Params, specs: Specs, mesh: Mesh | None = None) -> None:
+    """Refuse a tree whose names or shapes are not those of `specs`: ValueError, naming the first few differences.
+
+    On a simulated mesh every leaf has the ranks as its first dimension.
+    """
+
+    def shape(spec: ParamSpec) -> tuple[int, ...]:
+        return spec.stored if mesh is None else (mesh.world_size, *mesh.local_shape(spec.stored, spec.axes))
+
+    want = {path: shape(spec) for path, spec in tree.flatten_with_path(specs)}
     have = {path: tuple(leaf.shape) for path, leaf in tree.flatten_with_path(params)}
     missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
     if missing or unexpected:

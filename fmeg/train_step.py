@@ -20,8 +20,10 @@ from fmeg.jit import jit
 from fmeg.layers.norm import at_least_fp32
 from fmeg.models.gpt import check_batch, gpt_forward_step, gpt_specs, init_params
 from fmeg.optim import Optimizer, apply_updates, global_norm
-from fmeg.params import Params, Specs, cast_to_compute, check_params
-from fmeg.sharding.reshard import Mesh, require_single_device
+from fmeg.params import Params, Specs, cast_to_compute, check_params, reduce_grads
+from fmeg.sharding.collectives import all_reduce
+from fmeg.sharding.mesh import Ctx, Mesh, check_mesh
+from fmeg.sharding.reshard import on_mesh, take_batch
 
 Batch = dict[str, Tensor]
 Metrics = dict[str, Tensor]
@@ -49,7 +51,7 @@ def init_state(
     opt: Optimizer,
     *,
     seed: int = 0,
-    mesh: Mesh = None,
+    mesh: Mesh | None = None,
     specs: Specs | None = None,
     device: torch.device | str = "cpu",
 ) -> TrainState:
@@ -61,14 +63,18 @@ def init_state(
     tensor(0)
     """
     params = init_params(cfg, seed=seed, mesh=mesh, specs=specs, device=device)
-    return TrainState(torch.zeros((), dtype=torch.int64, device=device), params, opt.init(params))
+
+    def init(ctx: Ctx, params: Params) -> TrainState:
+        return TrainState(torch.zeros((), dtype=torch.int64, device=device), params, opt.init(params))
+
+    return on_mesh(init, mesh)(params)
 
 
 def make_train_step(
     cfg: TransformerConfig,
     opt: Optimizer,
     *,
-    mesh: Mesh = None,
+    mesh: Mesh | None = None,
     forward_step: ForwardStep = gpt_forward_step,
     specs: Specs | None = None,
     num_microbatches: int = 1,
@@ -95,12 +101,12 @@ def make_train_step(
     >>> sorted(metrics), state.step.item()
     (['grad_norm', 'learning_rate', 'loss', 'nll', 'num_tokens', 'skipped'], 1)
     """
-    require_single_device(mesh)
+    check_mesh(cfg, mesh)
     specs = gpt_specs(cfg) if specs is None else specs
 
-    def finish(state: TrainState, grad_sums: Params, sums: list[Sums]) -> tuple[TrainState, Metrics]:
-        grads, metrics = _mean(grad_sums, sums)
-        updates, opt_state = opt.update(grads, state.opt_state, state.params, specs)
+    def finish(ctx: Ctx, state: TrainState, grad_sums: Params, sums: list[Sums]) -> tuple[TrainState, Metrics]:
+        grads, metrics = _mean(ctx, grad_sums, sums, specs)
+        updates, opt_state = opt.update(grads, state.opt_state, state.params, specs, ctx)
         finite = torch.isfinite(metrics["grad_norm"])
         new = TrainState(state.step, apply_updates(state.params, updates), opt_state)
         new = tree.map(lambda a, b: torch.where(finite, a, b), new, state)
@@ -110,14 +116,14 @@ def make_train_step(
     def inputs(state: TrainState, key: Tensor | None) -> tuple[Params, Tensor | None]:
         return state.params, None if key is None else random.fold_in(key, state.step)
 
-    gradient = _make_gradient(cfg, mesh, forward_step, specs)
-    return _compose(cfg, specs, gradient, inputs, finish, num_microbatches, compile, donate, key, check)
+    gradient = _make_gradient(cfg, forward_step)
+    return _compose(cfg, mesh, specs, gradient, inputs, finish, num_microbatches, compile, donate, key, check)
 
 
 def make_grad_step(
     cfg: TransformerConfig,
     *,
-    mesh: Mesh = None,
+    mesh: Mesh | None = None,
     forward_step: ForwardStep = gpt_forward_step,
     specs: Specs | None = None,
     num_microbatches: int = 1,
@@ -135,47 +141,54 @@ def make_grad_step(
     >>> grads["final_norm"]["scale"].shape, metrics["num_tokens"].item()
     (torch.Size([8]), 2.0)
     """
-    require_single_device(mesh)
+    check_mesh(cfg, mesh)
     specs = gpt_specs(cfg) if specs is None else specs
 
-    def finish(params: Params, grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:
-        return _mean(grad_sums, sums)
+    def finish(ctx: Ctx, params: Params, grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:
+        return _mean(ctx, grad_sums, sums, specs)
 
     def inputs(params: Params, key: Tensor | None) -> tuple[Params, Tensor | None]:
         return params, key
 
-    gradient = _make_gradient(cfg, mesh, forward_step, specs)
-    return _compose(cfg, specs, gradient, inputs, finish, num_microbatches, compile, False, key, check)
+    gradient = _make_gradient(cfg, forward_step)
+    return _compose(cfg, mesh, specs, gradient, inputs, finish, num_microbatches, compile, False, key, check)
 
 
-def _make_gradient(
-    cfg: TransformerConfig, mesh: Mesh, forward_step: ForwardStep, specs: Specs
-) -> Callable[[Params, Batch, Tensor | None], tuple[Params, Sums]]:
-    """`gradient(compute_params, microbatch, key)`: gradients of the loss sum, in at least fp32, and the sums."""
+def _make_gradient(cfg: TransformerConfig, forward_step: ForwardStep) -> Callable[..., tuple[Params, Sums]]:
+    """`gradient(ctx, compute_params, batch, key)`: gradients of the loss sum, in at least fp32, and the sums, of the global
+    batch's part on this rank.
+    """
 
-    def loss(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, tuple[Tensor, Metrics]]:
-        loss_sum, token_count, metrics = forward_step(params, batch, cfg, mesh, key=key)
+    def loss(params: Params, batch: Batch, ctx: Ctx, key: Tensor | None) -> tuple[Tensor, tuple[Tensor, Metrics]]:
+        loss_sum, token_count, metrics = forward_step(params, batch, cfg, ctx, key=key)
         return loss_sum, (token_count, metrics)
 
-    def gradient(params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
-        (loss_sum, (token_count, metrics)), grads = value_and_grad(loss, has_aux=True)(params, batch, key)
+    def gradient(ctx: Ctx, params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
+        local = take_batch(batch, ctx)
+        (loss_sum, (token_count, metrics)), grads = value_and_grad(loss, has_aux=True)(params, local, ctx, key)
         return tree.map(at_least_fp32, grads), Sums(loss_sum, token_count, metrics)
 
     return gradient
 
 
-def _mean(grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:
-    """Divide once by the number of tokens; without any token, loss and gradients are zero."""
+def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs) -> tuple[Params, Metrics]:
+    """Add up over ranks and divide once by the number of tokens; without any token, loss and gradients are zero."""
     total = tree.map(lambda *parts: torch.stack(parts).sum(0), *sums) if len(sums) > 1 else sums[0]
+    if ctx is not None:
+        numbers, treedef = tree.flatten(total)
+        widest = max((n.dtype for n in numbers), key=lambda dtype: dtype.itemsize)
+        reduced = all_reduce(torch.stack([n.to(widest) for n in numbers]), ctx.mesh.names, ctx.mesh)
+        total = tree.unflatten(treedef, [r.to(n.dtype) for r, n in zip(reduced.unbind(0), numbers, strict=True)])
     count = torch.where(total.tokens > 0, total.tokens, 1.0)
-    grads = tree.map(lambda g: g / count.to(g.dtype), grad_sums)
+    grads = tree.map(lambda g: g / count.to(g.dtype), reduce_grads(grad_sums, specs, ctx))
     metrics = {name: value / count for name, value in total.metrics.items()}
-    metrics |= {"loss": total.loss / count, "num_tokens": total.tokens, "grad_norm": global_norm(grads)}
+    metrics |= {"loss": total.loss / count, "num_tokens": total.tokens, "grad_norm": global_norm(grads, specs, ctx)}
     return grads, metrics
 
 
 def _compose(
     cfg: TransformerConfig,
+    mesh: Mesh | None,
     specs: Specs,
     gradient: Callable[..., tuple[Params, Sums]],
     inputs: Callable[..., tuple[Params, Tensor | None]],
@@ -192,39 +205,44 @@ def _compose(
     compiled = jit if compile else (lambda fn, donate=(): fn)
     donated = (0,) if donate else ()
 
-    def begin(carry: Any, key: Tensor | None) -> tuple[Params, Tensor | None]:
+    def begin(ctx: Ctx, carry: Any, key: Tensor | None) -> tuple[Params, Tensor | None]:
         params, key = inputs(carry, key)
         return cast_to_compute(params, specs, cfg), key
 
-    def whole(carry: Any, batch: Batch, key: Tensor | None) -> tuple[Any, Metrics]:
-        params, key = begin(carry, key)
-        grads, sums = gradient(params, batch, key)
-        return finish(carry, grads, [sums])
+    def whole(ctx: Ctx, carry: Any, batch: Batch, key: Tensor | None) -> tuple[Any, Metrics]:
+        params, key = begin(ctx, carry, key)
+        grads, sums = gradient(ctx, params, batch, key)
+        return finish(ctx, carry, grads, [sums])
 
-    def accumulate(total: Params, params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
-        grads, sums = gradient(params, batch, key)
+    def accumulate(ctx: Ctx, total: Params, params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
+        grads, sums = gradient(ctx, params, batch, key)
         return tree.map(torch.add, total, grads), sums
 
-    run_whole, run_begin = compiled(whole, donate=donated), compiled(begin)
-    run_accumulate, run_finish = compiled(accumulate, donate=(0,)), compiled(finish, donate=donated)
+    run_whole = compiled(on_mesh(whole, mesh, shared=(1, 2)), donate=donated)
+    run_begin = compiled(on_mesh(begin, mesh, shared=(1,)))
+    run_accumulate = compiled(on_mesh(accumulate, mesh, shared=(2,)), donate=(0,))
+    run_finish = compiled(on_mesh(finish, mesh), donate=donated)
 
     def step(carry: Any, batch: Batch) -> tuple[Any, Metrics]:
         params, _ = inputs(carry, None)
-        check_params(params, specs)
+        check_params(params, specs, mesh)
         if check is not None:
             check(batch, cfg)
         if key is not None and "rows" not in batch:
             batch = batch | {"rows": torch.arange(_batch_size(batch), device=key.device)}
-        microbatches = _cut(batch, num_microbatches)
+        microbatches = _cut(batch, num_microbatches, mesh)
         if num_microbatches == 1:
-            return run_whole(carry, batch, key)
-        compute_params, step_key = run_begin(carry, key)
-        grads = tree.map(lambda p: torch.zeros_like(p, dtype=at_least_fp32(p[:0]).dtype), params)
-        sums = []
-        for microbatch in microbatches:
-            grads, one = run_accumulate(grads, compute_params, microbatch, step_key)
-            sums.append(one)
-        return run_finish(carry, grads, sums)
+            carry, metrics = run_whole(carry, batch, key)
+        else:
+            compute_params, step_key = run_begin(carry, key)
+            grads = tree.map(lambda p: torch.zeros_like(p, dtype=at_least_fp32(p[:0]).dtype), params)
+            sums = []
+            for microbatch in microbatches:
+                grads, one = run_accumulate(grads, compute_params, microbatch, step_key)
+                sums.append(one)
+            carry, metrics = run_finish(carry, grads, sums)
+        # Metrics are equal on all ranks: of simulated ones the first's are shown.
+        return carry, tree.map(lambda m: m[0], metrics) if mesh is not None and mesh.simulated else metrics
 
     return step
 
@@ -236,8 +254,14 @@ def _batch_size(batch: Batch) -> int:
     return next(iter(sizes.values()))
 
 
-def _cut(batch: Batch, num_microbatches: int) -> list[Batch]:
+def _cut(batch: Batch, num_microbatches: int, mesh: Mesh | None) -> list[Batch]:
     size = _batch_size(batch)
+    ranks = 1 if mesh is None else mesh.size(mesh.axes_of("batch"))
+    if size % (num_microbatches * ranks) and size % num_microbatches == 0:
+        raise ValueError(
+            f"a microbatch of {size // num_microbatches} sequences is not divisible over {ranks} data-parallel ranks: "
+            f"use batches of a multiple of {num_microbatches * ranks} sequences"
+        )
     if num_microbatches < 1 or size % num_microbatches:
         raise ValueError(
             f"a batch of {size} sequences cannot be cut into num_microbatches {num_microbatches}: use a divisor of {size}"

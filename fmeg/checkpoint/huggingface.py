@@ -23,14 +23,15 @@ from fmeg.checkpoint.mapping import Entry, Family, Rule, entries, listed, read, 
 from fmeg.config import DTYPES, TransformerConfig
 from fmeg.models.gpt import gpt_specs
 from fmeg.params import Params, check_params
-from fmeg.sharding.reshard import Mesh, require_single_device
+from fmeg.sharding.mesh import Mesh
+from fmeg.sharding.reshard import require_single_device
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Constants that older versions of transformers wrote beside the weights."""
 
 
-def from_hf(path: str | PathLike[str], *, mesh: Mesh = None) -> tuple[TransformerConfig, Params]:
+def from_hf(path: str | PathLike[str], *, mesh: Mesh | None = None) -> tuple[TransformerConfig, Params]:
     """The config and parameters of a checkpoint directory: Llama, Qwen2, Qwen3, Mistral or GPT-2.
 
     `path` holds config.json, in the spelling of transformers 5 or before, and model.safetensors, or its shards and
@@ -71,7 +72,7 @@ def to_hf(
     cfg: TransformerConfig,
     params: Params,
     *,
-    mesh: Mesh = None,
+    mesh: Mesh | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a checkpoint directory that transformers loads: config.json and model.safetensors, or shards and an index.

@@ -12,10 +12,11 @@ from fmeg.checkpoint.mapping import Family, Rule, entries, read, write
 from fmeg.config import TransformerConfig
 from fmeg.models.gpt import gpt_specs
 from fmeg.params import Params, check_params
-from fmeg.sharding.reshard import Mesh, require_single_device
+from fmeg.sharding.mesh import Mesh
+from fmeg.sharding.reshard import require_single_device
 
 
-def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh: Mesh = None) -> Params:
+def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh: Mesh | None = None) -> Params:
     """Parameters from a state dict with megatron-core's names, of a GPT without tensor or pipeline parallelism.
 
     Takes the names of local layers and of Transformer Engine's (`linear_qkv.layer_norm_weight`), skips `_extra_state`,

@@ -16,7 +16,8 @@ from fmeg.layers.linear import linear, linear_specs
 from fmeg.layers.norm import at_least_fp32, norm, norm_specs
 from fmeg.layers.rotary import Rotary, apply_rotary
 from fmeg.params import Params, Specs, normal
-from fmeg.sharding.reshard import Mesh, reshard
+from fmeg.sharding.mesh import Ctx
+from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import P
 
 RESIDUAL = P("batch", "residual_seq", "embed")
@@ -44,7 +45,7 @@ def attention(
     params: Params,
     x_BTD: Tensor,
     cfg: TransformerConfig,
-    ctx: Mesh,
+    ctx: Ctx,
     *,
     rotary: Rotary | None = None,
     key: DropoutKey | None = None,
@@ -65,7 +66,7 @@ def attention(
     if rotary is not None:
         q_BTNH, k_BSKH = apply_rotary(q_BTNH, rotary, cfg), apply_rotary(k_BSKH, rotary, cfg)
     mask_TS = None if window is None else causal_mask(x_BTD.shape[1], window[0], x_BTD.device)
-    o_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, cfg, mask_TS=mask_TS, key=key)
+    o_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, cfg, ctx, mask_TS=mask_TS, key=key)
     partial = P("batch", "seq", "embed", unreduced="heads")
     return linear(params["output"], o_BTNH, ctx, src=partial, dst=RESIDUAL, contract=2)
 
@@ -86,6 +87,7 @@ def dot_product_attention(
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     cfg: TransformerConfig,
+    ctx: Ctx = None,
     *,
     mask_TS: Tensor | None = None,
     key: DropoutKey | None = None,
@@ -99,7 +101,7 @@ def dot_product_attention(
     if cfg.attention_backend == "unfused" or drop:
         if mask_TS is None:
             mask_TS = causal_mask(q_BTNH.shape[1], None, q_BTNH.device)
-        return _unfused(q_BTNH, k_BSKH, v_BSKH, mask_TS, scale, cfg.attention_dropout, key)
+        return _unfused(q_BTNH, k_BSKH, v_BSKH, mask_TS, scale, cfg.attention_dropout, key, ctx)
     q_BNTH, k_BKSH, v_BKSH = (t.transpose(1, 2) for t in (q_BTNH, k_BSKH, v_BSKH))
     if q_BTNH.device.type == "cpu":
         bias_TS = None if mask_TS is None else torch.where(mask_TS, 0.0, -torch.inf).to(q_BNTH.dtype)
@@ -112,7 +114,14 @@ def dot_product_attention(
 
 
 def _unfused(
-    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_TS: Tensor, scale: float, rate: float, key: DropoutKey | None
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask_TS: Tensor,
+    scale: float,
+    rate: float,
+    key: DropoutKey | None,
+    ctx: Ctx,
 ) -> Tensor:
     """Attention by plain products: differentiable in every mode, with keyed dropout."""
     K = k_BSKH.shape[2]
@@ -121,7 +130,7 @@ def _unfused(
     # The smallest finite number instead of -inf: a row without any allowed position stays finite, and is zeroed below.
     scores_BKGTS = torch.where(mask_TS, scores_BKGTS, torch.finfo(scores_BKGTS.dtype).min)
     probs_BKGTS = torch.where(mask_TS, torch.softmax(scores_BKGTS, -1), 0.0)
-    probs_BNTS = dropout(probs_BKGTS.flatten(1, 2), rate, key).to(v_BSKH.dtype)
+    probs_BNTS = dropout(probs_BKGTS.flatten(1, 2), rate, key, P("batch", "heads", "seq", None), ctx).to(v_BSKH.dtype)
     probs_BKGTS = probs_BNTS.unflatten(1, q_BTKGH.shape[2:4])
     return torch.einsum("bkgts,bskh->btkgh", probs_BKGTS, v_BSKH).flatten(2, 3)
 

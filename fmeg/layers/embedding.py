@@ -12,7 +12,8 @@ from fmeg.layers.dropout import DropoutKey, dropout
 from fmeg.layers.linear import matmul
 from fmeg.layers.norm import at_least_fp32
 from fmeg.params import Params, ParamSpec, Specs, normal
-from fmeg.sharding.reshard import Mesh, reshard
+from fmeg.sharding.mesh import Ctx
+from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import P
 
 
@@ -40,24 +41,41 @@ def embed(
     tokens_BT: Tensor,
     positions_T: Tensor,
     cfg: TransformerConfig,
-    ctx: Mesh,
+    ctx: Ctx,
     *,
     key: DropoutKey | None = None,
 ) -> Tensor:
     """tokens[B,T] -> x[B,T,D]: a row of the token table, plus the row of each position where positions are learned."""
-    x_BTD = F.embedding(tokens_BT, params["tokens"])
-    x_BTD = reshard(x_BTD, P("batch", "seq", "embed", unreduced="vocab"), RESIDUAL, ctx)
+    x_BTD = reshard(lookup(params["tokens"], tokens_BT, ctx), P("batch", "seq", "embed", unreduced="vocab"), RESIDUAL, ctx)
     if cfg.position_embedding_type == "learned_absolute":
         # As a lookup, not a slice: positions are data, so that a rank may hold any part of the sequence.
+        positions_T = reshard(positions_T, P("seq"), P("residual_seq"), ctx)
         x_BTD = x_BTD + F.embedding(positions_T, params["positions"])
-    return dropout(x_BTD, cfg.hidden_dropout, key)
+    return dropout(x_BTD, cfg.hidden_dropout, key, RESIDUAL, ctx)
 
 
-def unembed(weight_VD: Tensor, x_BTD: Tensor, cfg: TransformerConfig, ctx: Mesh) -> Tensor:
+def lookup(table_VD: Tensor, ids_BT: Tensor, ctx: Ctx) -> Tensor:
+    """ids[B,T] -> x[B,T,D] {U_tp}: rows of the table; zeros for ids whose rows other ranks hold."""
+    rows = None if ctx is None else ctx.positions("vocab", len(table_VD))
+    if rows is None:
+        return F.embedding(ids_BT, table_VD)
+    local_BT = ids_BT - rows[0]
+    mine_BT = (local_BT >= 0) & (local_BT < len(table_VD))
+    x_BTD = F.embedding(torch.where(mine_BT, local_BT, 0), table_VD)
+    return torch.where(mine_BT[..., None], x_BTD, 0.0)
+
+
+def unembed(weight_VD: Tensor, x_BTD: Tensor, cfg: TransformerConfig, ctx: Ctx) -> Tensor:
     """x[B,T,D] . W[V_tp,D] -> logits[B,T,V_tp] in at least fp32; the columns of the padding are -inf."""
     x_BTD = reshard(x_BTD, RESIDUAL, P("batch", "seq", "embed"), ctx)
     logits_BTV = at_least_fp32(matmul(x_BTD, weight_VD.t()))
     if cfg.padded_vocab_size == cfg.vocab_size:
         return logits_BTV
-    column_V = torch.arange(cfg.padded_vocab_size, device=x_BTD.device)
-    return torch.where(column_V < cfg.vocab_size, logits_BTV, -torch.inf)
+    return torch.where(vocab_columns(logits_BTV, ctx) < cfg.vocab_size, logits_BTV, -torch.inf)
+
+
+def vocab_columns(logits_BTV: Tensor, ctx: Ctx) -> Tensor:
+    """Which ids this rank's columns of the logits are: int64 [V_tp]."""
+    size = logits_BTV.shape[-1]
+    columns = None if ctx is None else ctx.positions("vocab", size)
+    return torch.arange(size, device=logits_BTV.device) if columns is None else columns

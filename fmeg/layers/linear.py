@@ -7,7 +7,8 @@ import math
 from torch import Tensor
 
 from fmeg.params import ZEROS, Init, Params, ParamSpec, Specs
-from fmeg.sharding.reshard import Mesh, reshard
+from fmeg.sharding.mesh import Ctx
+from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import P
 
 
@@ -24,7 +25,7 @@ def linear_specs(inputs: dict[str, int], outputs: dict[str, int], *, init: Init,
     return specs
 
 
-def linear(params: Params, x: Tensor, ctx: Mesh, *, src: P, dst: P, contract: int = 1) -> Tensor:
+def linear(params: Params, x: Tensor, ctx: Ctx, *, src: P, dst: P, contract: int = 1) -> Tensor:
     """x[..., I] . W[I, O] -> y[..., O], over the last `contract` dimensions of `x`, then `reshard` and the bias.
 
     `src` is the layout of the product, `dst` the wanted one. Where `src` has a pending sum, the bias is added after it.

@@ -12,7 +12,8 @@ from fmeg.layers.attention import RESIDUAL
 from fmeg.layers.dropout import DropoutKey
 from fmeg.layers.linear import linear, linear_specs
 from fmeg.params import Params, Specs, normal
-from fmeg.sharding.reshard import Mesh, reshard
+from fmeg.sharding.mesh import Ctx
+from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import P
 
 
@@ -26,7 +27,7 @@ def mlp_specs(cfg: TransformerConfig) -> Specs:
     return specs | {"down": linear_specs({"mlp": F_}, {"embed": D}, init=out_start, bias=cfg.add_bias_linear)}
 
 
-def mlp(params: Params, x_BTD: Tensor, cfg: TransformerConfig, ctx: Mesh, *, key: DropoutKey | None = None) -> Tensor:
+def mlp(params: Params, x_BTD: Tensor, cfg: TransformerConfig, ctx: Ctx, *, key: DropoutKey | None = None) -> Tensor:
     """x[B,T,D] -> y[B,T,D]: act(x Wup) Wdown, or (act(x Wgate) * x Wup) Wdown. Has no dropout of its own.
 
     x[B,T,D] . Wup[D,F_tp] -> h[B,T,F_tp];  h . Wdown[F_tp,D] -> y[B,T,D] {U_tp}

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fmeg.config import TransformerConfig
-from fmeg.layers.attention import attention, attention_specs
+from fmeg.layers.attention import RESIDUAL, attention, attention_specs
 from fmeg.layers.dropout import DropoutKey, dropout
 from fmeg.layers.mlp import mlp, mlp_specs
 from fmeg.layers.norm import norm, norm_specs
 from fmeg.layers.rotary import Rotary
 from fmeg.params import Params, Specs
-from fmeg.sharding.reshard import Mesh
+from fmeg.sharding.mesh import Ctx
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def transformer_layer(
     params: Params,
     x_BTD: Tensor,
     cfg: TransformerConfig,
-    ctx: Mesh,
+    ctx: Ctx,
     layer: LayerSpec,
     *,
     rotary: Rotary | None = None,
@@ -103,10 +103,10 @@ def transformer_layer(
     k = keys or (None,) * 4
     h_BTD = norm(params["attention_norm"], x_BTD, cfg)
     h_BTD = layer.attention.apply(params["attention"], h_BTD, cfg, ctx, rotary=rotary, key=k[0])
-    x_BTD = x_BTD + dropout(h_BTD, cfg.hidden_dropout, k[1])
+    x_BTD = x_BTD + dropout(h_BTD, cfg.hidden_dropout, k[1], RESIDUAL, ctx)
     h_BTD = norm(params["mlp_norm"], x_BTD, cfg)
     h_BTD = layer.mlp.apply(params["mlp"], h_BTD, cfg, ctx, key=k[2])
-    return x_BTD + dropout(h_BTD, cfg.hidden_dropout, k[3])
+    return x_BTD + dropout(h_BTD, cfg.hidden_dropout, k[3], RESIDUAL, ctx)
 
 
 class Group(NamedTuple):

@@ -13,7 +13,7 @@ from fmeg.autodiff import is_concrete
 from fmeg.config import TransformerConfig
 from fmeg.layers.dropout import DropoutKey
 from fmeg.layers.embedding import embed, embedding_specs, output_specs, unembed
-from fmeg.layers.loss import cross_entropy
+from fmeg.layers.loss import cross_entropy, same_tokens
 from fmeg.layers.norm import norm, norm_specs
 from fmeg.layers.rotary import rotary_table
 from fmeg.layers.transformer import (
@@ -24,8 +24,10 @@ from fmeg.layers.transformer import (
     layer_specs,
     transformer_layer,
 )
-from fmeg.params import Params, Specs, cast_to_compute, check_params, init_from_specs, stack
-from fmeg.sharding.reshard import Mesh, require_single_device
+from fmeg.params import Params, Specs, cast_to_compute, check_params, init_from_specs, shard_tree, stack, unshard_tree
+from fmeg.sharding.mesh import Ctx, Mesh, check_mesh
+from fmeg.sharding.reshard import on_mesh, reshard, take_batch
+from fmeg.sharding.spec import P
 
 Layers = LayerSpec | Sequence[LayerSpec] | None
 
@@ -52,7 +54,7 @@ def init_params(
     cfg: TransformerConfig,
     *,
     seed: int = 0,
-    mesh: Mesh = None,
+    mesh: Mesh | None = None,
     specs: Specs | None = None,
     device: torch.device | str = "cpu",
 ) -> Params:
@@ -64,8 +66,47 @@ def init_params(
     >>> params["embedding"]["tokens"].shape  # stored padded to a multiple of 128 rows
     torch.Size([128, 8])
     """
-    require_single_device(mesh)
-    return init_from_specs(specs or gpt_specs(cfg), seed=seed, dtype=cfg.params_dtype, device=device)
+    check_mesh(cfg, mesh)
+    specs = gpt_specs(cfg) if specs is None else specs
+
+    def init(ctx: Ctx) -> Params:
+        return init_from_specs(specs, seed=seed, dtype=cfg.params_dtype, device=device, ctx=ctx)
+
+    return on_mesh(init, mesh)()
+
+
+def shard_params(params: Params, cfg: TransformerConfig, mesh: Mesh | None, *, specs: Specs | None = None) -> Params:
+    """The parts that the ranks of `mesh` hold of the tree that a single device would hold. Gradients shard alike.
+
+    >>> from fmeg.sharding.mesh import simulated_mesh
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96,
+    ...     tensor_model_parallel_size=2)
+    >>> whole = init_params(cfg.replace(tensor_model_parallel_size=1))
+    >>> parts = shard_params(whole, cfg, simulated_mesh(cfg))
+    >>> parts["layers"]["dense"]["mlp"]["up"]["weight"].shape  # [ranks, layers, embed, mlp of one rank]
+    torch.Size([2, 1, 8, 16])
+    """
+    check_mesh(cfg, mesh)
+    specs = gpt_specs(cfg) if specs is None else specs
+    check_params(params, tree.map(lambda spec: spec.on_one_device(cfg), specs))
+    return on_mesh(lambda ctx, params: shard_tree(params, specs, ctx), mesh, shared=(0,))(params)
+
+
+def unshard_params(params: Params, cfg: TransformerConfig, mesh: Mesh | None, *, specs: Specs | None = None) -> Params:
+    """The tree that a single device would hold; the inverse of `shard_params`.
+
+    >>> from fmeg.sharding.mesh import simulated_mesh
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96,
+    ...     tensor_model_parallel_size=2)
+    >>> mesh = simulated_mesh(cfg)
+    >>> unshard_params(init_params(cfg, mesh=mesh), cfg, mesh)["layers"]["dense"]["mlp"]["up"]["weight"].shape
+    torch.Size([1, 8, 32])
+    """
+    check_mesh(cfg, mesh)
+    specs = gpt_specs(cfg) if specs is None else specs
+    check_params(params, specs, mesh)
+    whole = on_mesh(lambda ctx, params: unshard_tree(params, specs, cfg, ctx), mesh)(params)
+    return whole if mesh is None or not mesh.simulated else tree.map(lambda leaf: leaf[0], whole)
 
 
 def gpt_forward(
@@ -73,7 +114,7 @@ def gpt_forward(
     tokens: Tensor,
     cfg: TransformerConfig,
     *,
-    mesh: Mesh = None,
+    mesh: Mesh | None = None,
     layers: Layers = None,
 ) -> Tensor:
     """tokens [B, T] -> logits [B, T, V] over the true vocabulary, in at least fp32, without dropout.
@@ -84,18 +125,24 @@ def gpt_forward(
     >>> gpt_forward(init_params(cfg), torch.tensor([[1, 2, 3]]), cfg).shape
     torch.Size([1, 3, 96])
     """
-    require_single_device(mesh)
-    check_params(params, gpt_specs(cfg, layers=layers))
+    check_mesh(cfg, mesh)
+    check_params(params, gpt_specs(cfg, layers=layers), mesh)
     check_batch({"tokens": tokens}, cfg)
-    x_BTD = gpt_hidden(params, tokens, cfg, mesh, layers=layers)
-    return unembed(_output_weight(params, cfg), x_BTD, cfg, mesh)[..., : cfg.vocab_size]
+
+    def forward(ctx: Ctx, params: Params, tokens_BT: Tensor) -> Tensor:
+        x_BTD = gpt_hidden(params, take_batch(tokens_BT, ctx), cfg, ctx, layers=layers)
+        logits_BTV = unembed(_output_weight(params, cfg), x_BTD, cfg, ctx)
+        return reshard(logits_BTV, P("batch", "seq", "vocab"), P(None, None, None), ctx)[..., : cfg.vocab_size]
+
+    logits = on_mesh(forward, mesh, shared=(1,))(params, tokens)
+    return logits if mesh is None or not mesh.simulated else logits[0]
 
 
 def gpt_forward_step(
     params: Params,
     batch: dict[str, Tensor],
     cfg: TransformerConfig,
-    ctx: Mesh,
+    ctx: Ctx,
     *,
     key: Tensor | None = None,
     layers: Layers = None,
@@ -104,7 +151,8 @@ def gpt_forward_step(
 
     `batch`: tokens and labels [B, T], integers; loss_mask [B, T], the weight of each position, all ones if absent; rows
     [B], the sequences' places in the global batch, which choose their dropout masks, 0 .. B-1 if absent. A label at a
-    position of weight 0 may be anything. `key` turns dropout on.
+    position of weight 0 may be anything. `key` turns dropout on. On a mesh the batch is this rank's part of the global one,
+    and all results are this rank's shares: their sums over all ranks are the global sums.
 
     >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
     >>> batch = {"tokens": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[2, 3, 4]])}
@@ -125,7 +173,7 @@ def gpt_forward_step(
         dropout_key = DropoutKey(key, rows_B)
     x_BTD = gpt_hidden(params, tokens_BT, cfg, ctx, layers=layers, key=dropout_key)
     logits_BTV = unembed(_output_weight(params, cfg), x_BTD, cfg, ctx)
-    terms = cross_entropy(logits_BTV, torch.where(mask_BT != 0, labels_BT, 0), cfg)
+    terms = cross_entropy(logits_BTV, torch.where(mask_BT != 0, labels_BT, 0), cfg, ctx)
 
     def total(term_BT: Tensor) -> Tensor:
         return torch.where(mask_BT != 0, term_BT * mask_BT, 0.0).sum()
@@ -133,14 +181,14 @@ def gpt_forward_step(
     metrics = {"nll": total(terms.nll_BT)}
     if cfg.z_loss_coeff:
         metrics["z_loss"] = total(terms.z_loss_BT)
-    return total(terms.loss_BT), mask_BT.sum(), metrics
+    return total(terms.loss_BT), mask_BT.sum() / same_tokens(ctx), metrics
 
 
 def gpt_hidden(
     params: Params,
     tokens_BT: Tensor,
     cfg: TransformerConfig,
-    ctx: Mesh,
+    ctx: Ctx,
     *,
     layers: Layers = None,
     key: DropoutKey | None = None,
@@ -172,6 +220,11 @@ def check_batch(batch: dict[str, Tensor], cfg: TransformerConfig) -> None:
         raise ValueError(
             f"sequence length {tokens.shape[1]} is above max_position_embeddings {cfg.max_position_embeddings}: "
             "shorten the sequences or raise max_position_embeddings"
+        )
+    if cfg.sequence_parallel and tokens.shape[1] % cfg.tensor_model_parallel_size:
+        raise ValueError(
+            f"sequence length {tokens.shape[1]} is not divisible by tensor_model_parallel_size "
+            f"{cfg.tensor_model_parallel_size}, over which sequence_parallel shards it: use a multiple"
         )
     for name in ("labels", "loss_mask"):
         if name in batch and batch[name].shape != tokens.shape:

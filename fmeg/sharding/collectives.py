@@ -43,6 +43,14 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, axes: Axes, mesh: Mes
     return apply_function(_AllToAll, x, split_dim, concat_dim, axes, mesh)
 
 
+def all_reduce_of_equals(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+    """all_reduce for a sum from which every rank goes on to compute the same share of one number.
+
+    Its cotangents are then equal, and their sum, the dual all_reduce, is a multiplication.
+    """
+    return apply_function(_AllReduceOfEquals, x, axes, mesh)
+
+
 def all_reduce_max(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
     """The largest value over the ranks of some axes, on each of them. Has no derivative."""
     return apply_function(_AllReduceMax, x, axes, mesh)
@@ -53,7 +61,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, *args: Any) -> Tensor:
-        raise ValueError("this mesh is simulated: call the program through fmeg.simulate, which maps it over the ranks")
+        raise ValueError("this mesh is simulated: call the program through on_mesh, which maps it over the ranks")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -69,6 +77,13 @@ class _AllReduce(_Collective):
     def vmap(info: Any, in_dims: Any, x: Tensor, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
         x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
         return _join_ranks(x.sum(at, keepdim=True), mesh), 0
+
+
+class _AllReduceOfEquals(_AllReduce):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        axes, mesh = ctx.args
+        return g * mesh.size(axes), None, None
 
 
 class _AllReduceMax(_Collective):
@@ -111,9 +126,7 @@ class _AllToAll(_Collective):
         return all_to_all(g, concat_dim, split_dim, axes, mesh), None, None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, x: Tensor, split_dim: int, concat_dim: int, axes: Axes, mesh: Mesh
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, split_dim: int, concat_dim: int, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
         x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
         gathered = _merge_into(x, at, concat_dim, mesh)
         return _join_ranks(_split_off(gathered, at, split_dim, axes, mesh), mesh), 0
@@ -122,7 +135,7 @@ class _AllToAll(_Collective):
 def _split_ranks(x: Tensor, bdim: int | None, ranks: int, axes: Axes, mesh: Mesh) -> tuple[Tensor, list[int]]:
     """[..., ranks at bdim, ...] to [size of each mesh axis, ...], and where `axes` are among them."""
     if ranks != mesh.world_size:
-        raise ValueError(f"a mesh of {mesh.world_size} ranks is mapped over {ranks}: use fmeg.simulate, not another vmap inside it")
+        raise ValueError(f"a mesh of {mesh.world_size} ranks is mapped over {ranks}: use on_mesh alone, without a vmap inside")
     x = x.expand(ranks, *x.shape) if bdim is None else x.movedim(bdim, 0)
     return x.unflatten(0, tuple(size for _, size in mesh.axes)), [mesh.names.index(axis) for axis in axes]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,9 @@ from torch import Tensor
 from fmeg.config import TransformerConfig
 from fmeg.sharding.spec import TP, TP_SP, Axes, P, Rules
 
-Place = str | None
 
-
-class Mesh(NamedTuple):
+@dataclass(frozen=True)
+class Mesh:
     """Named axes over flat ranks, major to minor, and the rules that map logical axes to them.
 
     Axes of size 1 are left out, so that they cost nothing. Where there are fewer key/value heads than tensor-parallel ranks,
@@ -23,6 +23,8 @@ class Mesh(NamedTuple):
 
     axes: tuple[tuple[str, int], ...]
     rules: Rules
+    simulated: bool = True
+    """Whether the ranks are a leading dimension of every array, in one process."""
 
     @property
     def world_size(self) -> int:
@@ -79,7 +81,7 @@ class Context(NamedTuple):
     mesh: Mesh
     rank: Tensor
 
-    def index(self, axes: Axes) -> Tensor:
+    def place(self, axes: Axes) -> Tensor:
         """The rank's place along some axes together, major to minor: a 0-d integer tensor."""
         place = torch.zeros_like(self.rank)
         for axis in axes:
@@ -92,7 +94,27 @@ class Context(NamedTuple):
         axes = self.mesh.axes_of(logical)
         if not axes:
             return None
-        return self.index(axes) * local_size + torch.arange(local_size, device=self.rank.device)
+        return self.place(axes) * local_size + torch.arange(local_size, device=self.rank.device)
+
+
+def check_mesh(cfg: TransformerConfig, mesh: Mesh | None) -> None:
+    """Refuse a mesh that is not the config's, or none where the config asks for one."""
+    if mesh is None:
+        if cfg.tensor_model_parallel_size > 1:
+            raise ValueError(
+                f"tensor_model_parallel_size is {cfg.tensor_model_parallel_size} but mesh is None: "
+                "pass mesh=simulated_mesh(cfg), or set it to 1"
+            )
+        return
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r}: must be a Mesh, as simulated_mesh(cfg) makes, or None for a single device")
+    dp = dict(mesh.axes).get("dp", 1)
+    if mesh != simulated_mesh(cfg, data_parallel_size=dp):
+        raise ValueError(f"mesh {mesh.axes} with rules {mesh.rules.name} is not the config's: make it by simulated_mesh(cfg)")
+
+
+Ctx = Context | None
+"""What a layer runs on; None: a single device."""
 
 
 def simulated_mesh(cfg: TransformerConfig, *, data_parallel_size: int = 1) -> Mesh:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmeg import tree
 from fmeg.sharding.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from fmeg.sharding.mesh import Context, Mesh
+from fmeg.sharding.mesh import Context, Ctx, Mesh
 from fmeg.sharding.spec import Axes, P
 
 
-def reshard(x: Tensor, src: P, dst: P, ctx: Context | None) -> Tensor:
+def reshard(x: Tensor, src: P, dst: P, ctx: Ctx) -> Tensor:
     """Move `x` from layout `src` to layout `dst`. On a single device both are the whole array, and nothing happens.
 
     | src -> dst | forward | backward |
@@ -32,7 +34,7 @@ def reshard(x: Tensor, src: P, dst: P, ctx: Context | None) -> Tensor:
     """
     for name, spec in (("src", src), ("dst", dst)):
         if len(spec) != x.ndim:
-            raise ValueError(f"reshard: {name} {spec} names {len(spec)} dimensions, but the array has {x.ndim}: {tuple(x.shape)}")
+            raise ValueError(f"reshard: {name} {spec} names {len(spec)} dimensions, the array has {x.ndim}: {tuple(x.shape)}")
     extra = set(dst.unreduced) - set(src.unreduced)
     if extra:
         raise ValueError(f"reshard: dst {dst} leaves {sorted(extra)} unreduced, but src {src} has no such pending sum")
@@ -62,24 +64,41 @@ def take_part(x: Tensor, dim: int, axes: Axes, ctx: Context) -> Tensor:
     if x.shape[dim] % ranks:
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible over {ranks} ranks of {axes}")
     local = x.shape[dim] // ranks
-    places = ctx.index(axes) * local + torch.arange(local, device=x.device)
+    places = ctx.place(axes) * local + torch.arange(local, device=x.device)
     return x.index_select(dim, places)
 
 
-def simulate(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`fn(ctx, *args)`, a program for one rank, as a function of arrays with a leading rank dimension, run for all ranks.
+def take_batch(batch: Any, ctx: Ctx) -> Any:
+    """This rank's sequences of a global batch, a tree of arrays with the batch first."""
+    axes = () if ctx is None else ctx.mesh.axes_of("batch")
+    return tree.map(lambda leaf: take_part(leaf, 0, axes, ctx), batch) if ctx is not None and axes else batch
 
-    One `torch.func.vmap` over the ranks, in which collectives are arithmetic: deterministic, differentiable, compilable.
+
+def on_mesh(fn: Callable[..., Any], mesh: Mesh | None, *, shared: Sequence[int] = ()) -> Callable[..., Any]:
+    """`fn(ctx, *args)`, a program for one rank, as a function of its arguments on a whole mesh.
+
+    Without a mesh `ctx` is None. On simulated ranks every array has a leading rank dimension, in arguments and results,
+    except in the arguments at `shared`, which all ranks see alike. One `torch.func.vmap` runs the ranks, and collectives are
+    arithmetic: deterministic, differentiable, compilable.
 
     >>> from fmeg.sharding.spec import TP
     >>> mesh = Mesh((("tp", 4),), TP)
-    >>> total = simulate(lambda ctx, x: reshard(x, P(None, unreduced="mlp"), P(None), ctx), mesh)
+    >>> total = on_mesh(lambda ctx, x: reshard(x, P(None, unreduced="mlp"), P(None), ctx), mesh)
     >>> total(torch.arange(4.0)[:, None]).squeeze(1)
     tensor([6., 6., 6., 6.])
     """
+    if mesh is None:
+        return functools.partial(fn, None)
 
     def run(*args: Any) -> Any:
+        dims = tuple(None if i in shared else 0 for i in range(len(args)))
         ranks = torch.arange(mesh.world_size)
-        return torch.func.vmap(lambda rank, *local: fn(Context(mesh, rank), *local))(ranks, *args)
+        return torch.func.vmap(lambda rank, *local: fn(Context(mesh, rank), *local), in_dims=(0, *dims))(ranks, *args)
 
     return run
+
+
+def require_single_device(mesh: object) -> None:
+    """Refuse a mesh where only a single device is supported."""
+    if mesh is not None:
+        raise ValueError(f"mesh is {mesh!r}: this runs on a single device so far; pass mesh=None")
