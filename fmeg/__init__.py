@@ -33,7 +33,7 @@ from fmeg.optim import (
     wsd_schedule,
 )
 from fmeg.params import ParamSpec, count_params
-from fmeg.sharding.mesh import Mesh, simulated_mesh
+from fmeg.sharding.mesh import Mesh, make_mesh, simulated_mesh
 from fmeg.sharding.reshard import on_mesh, reshard
 from fmeg.sharding.spec import P
 from fmeg.train_step import TrainState, init_state, make_grad_step, make_train_step
@@ -75,6 +75,7 @@ __all__ = [
     "jit",
     "linear_schedule",
     "make_grad_step",
+    "make_mesh",
     "make_train_step",
     "on_mesh",
     "reshard",

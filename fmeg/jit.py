@@ -31,6 +31,8 @@ class Traced(NamedTuple):
     treedef: tree.PyTreeSpec
     leaves: list[Any]
     """The result's leaves: None where the graph gives a tensor, else the Python value itself."""
+    constants: list[Tensor]
+    """Tensors that the function closed over: further inputs of the graph, so that the graph is the same on every rank."""
 
 
 def jit(fn: Callable[A, R], *, donate: Sequence[int] = ()) -> Jitted[A, R]:
@@ -79,11 +81,11 @@ class Jitted(Generic[A, R]):
         if signature not in self._compiled:
             traced = _trace(self._fn, self._donate, args)
             self._compiled[signature] = (
-                _compile(traced.graph, [leaf for leaf in flat if isinstance(leaf, Tensor)]),
+                _compile(traced.graph, [*(leaf for leaf in flat if isinstance(leaf, Tensor)), *traced.constants]),
                 traced,
             )
         run, traced = self._compiled[signature]
-        outs = iter(run(*(leaf for leaf in flat if isinstance(leaf, Tensor))))
+        outs = iter(run(*(leaf for leaf in flat if isinstance(leaf, Tensor)), *traced.constants))
         return tree.unflatten(traced.treedef, [next(outs) if leaf is None else leaf for leaf in traced.leaves])
 
 
@@ -119,9 +121,27 @@ def _trace(fn: Callable[..., Any], donate: tuple[int, ...], args: tuple[Any, ...
         return [leaf for leaf in out_flat if isinstance(leaf, Tensor)]
 
     tensors = [leaf.detach() for leaf in flat if isinstance(leaf, Tensor)]
-    graph = _share_equal_expressions(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors), tensors)
+    raw = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    constants = _lift_constants(raw)
+    graph = _share_equal_expressions(raw, tensors + constants)
     _donate_buffers(graph, args, donate)
-    return Traced(graph, result[1], result[0])
+    return Traced(graph, result[1], result[0], constants)
+
+
+def _lift_constants(graph_module: GraphModule) -> list[Tensor]:
+    """Make the tensors that were closed over inputs of the graph, after the others; returns them."""
+    graph, constants = graph_module.graph, []
+    last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        constants.append(getattr(graph_module, str(node.target)))
+        with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
+            last = graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    graph_module.recompile()
+    return constants
 
 
 def _share_equal_expressions(graph: GraphModule, tensors: list[Tensor]) -> GraphModule:

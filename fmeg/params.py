@@ -183,7 +183,10 @@ def check_params(params: Params, specs: Specs, mesh: Mesh | None = None) -> None
     """
 
     def shape(spec: ParamSpec) -> tuple[int, ...]:
-        return spec.stored if mesh is None else (mesh.world_size, *mesh.local_shape(spec.stored, spec.axes))
+        if mesh is None:
+            return spec.stored
+        local = mesh.local_shape(spec.stored, spec.axes)
+        return (mesh.world_size, *local) if mesh.simulated else local
 
     want = {path: shape(spec) for path, spec in tree.flatten_with_path(specs)}
     have = {path: tuple(leaf.shape) for path, leaf in tree.flatten_with_path(params)}

@@ -8,7 +8,8 @@
 | all_to_all(i, j) | all_to_all(j, i) |
 
 Replicated values have unreduced cotangents here (a pending sum over ranks), which is what makes all_reduce its own dual.
-Simulated ranks are one `torch.func.vmap`: a collective's vmap rule sees all of them and communicates by arithmetic.
+Real ranks communicate over process groups (torch's functional collectives, which compile). Simulated ranks are one
+`torch.func.vmap`: a collective's vmap rule sees all of them and communicates by arithmetic.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from fmeg.sharding.spec import Axes
 
 def all_reduce(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
     """The sum over the ranks of some axes, on each of them."""
-    return apply_function(_AllReduce, x, axes, mesh)
+    return apply_function(_AllReduce, x, mesh, axes)
 
 
 def all_gather(x: Tensor, dim: int, axes: Axes, mesh: Mesh) -> Tensor:
     """The ranks' arrays one after the other along `dim`, on each of them."""
-    return apply_function(_AllGather, x, dim, axes, mesh)
+    return apply_function(_AllGather, x, mesh, axes, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, axes: Axes, mesh: Mesh) -> Tensor:
     """Each rank's part along `dim` of the sum over the ranks."""
-    return apply_function(_ReduceScatter, x, dim, axes, mesh)
+    return apply_function(_ReduceScatter, x, mesh, axes, dim)
 
 
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, axes: Axes, mesh: Mesh) -> Tensor:
     """Each rank's part along `split_dim` of all ranks' arrays, one after the other along `concat_dim`."""
-    return apply_function(_AllToAll, x, split_dim, concat_dim, axes, mesh)
+    return apply_function(_AllToAll, x, mesh, axes, split_dim, concat_dim)
 
 
 def all_reduce_of_equals(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
@@ -48,96 +49,153 @@ def all_reduce_of_equals(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
 
     Its cotangents are then equal, and their sum, the dual all_reduce, is a multiplication.
     """
-    return apply_function(_AllReduceOfEquals, x, axes, mesh)
+    return apply_function(_AllReduceOfEquals, x, mesh, axes)
 
 
 def all_reduce_max(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
     """The largest value over the ranks of some axes, on each of them. Has no derivative."""
-    return apply_function(_AllReduceMax, x, axes, mesh)
+    return apply_function(_AllReduceMax, x, mesh, axes)
 
 
 class _Collective(torch.autograd.Function):
-    """What the collectives share: their static arguments are kept for the backward, ranks are mapped over."""
+    """What the collectives share. Subclasses give `real`, over process groups, and `simulated`, over mesh dimensions."""
 
-    @staticmethod
-    def forward(x: Tensor, *args: Any) -> Tensor:
-        raise ValueError("this mesh is simulated: call the program through on_mesh, which maps it over the ranks")
+    @classmethod
+    def real(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        raise TypeError(f"{cls.__name__} defines no collective")
+
+    @classmethod
+    def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        raise TypeError(f"{cls.__name__} defines no collective")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.args = inputs[1:]
+        _, ctx.mesh, ctx.axes, *ctx.dims = inputs
 
 
+def _define(cls: type[_Collective]) -> type[_Collective]:
+    """Add `forward` and `vmap`, which torch wants as static methods of each class."""
+
+    def forward(x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        if mesh.simulated:
+            raise ValueError("this mesh is simulated: call the program through on_mesh, which maps it over the ranks")
+        return cls.real(x, mesh, axes, *dims)
+
+    def vmap(info: Any, in_dims: Any, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> tuple[Tensor, int]:
+        if not mesh.simulated:
+            return apply_function(cls, x.movedim(in_dims[0], 0), mesh, axes, *(dim + 1 for dim in dims)), 0
+        x = _split_ranks(x, in_dims[0], info.batch_size, mesh)
+        return _join_ranks(cls.simulated(x, mesh, axes, *dims), mesh), 0
+
+    cls.forward, cls.vmap = staticmethod(forward), staticmethod(vmap)  # type: ignore[method-assign]
+    return cls
+
+
+@_define
 class _AllReduce(_Collective):
+    @classmethod
+    def real(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        return _wait(_ops.all_reduce(x.contiguous(), "sum", mesh.group(axes)))
+
+    @classmethod
+    def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        return x.sum(mesh.dims(axes), keepdim=True)
+
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return all_reduce(g, *ctx.args), None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
-        x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
-        return _join_ranks(x.sum(at, keepdim=True), mesh), 0
+        return all_reduce(g, ctx.axes, ctx.mesh), None, None
 
 
+@_define
 class _AllReduceOfEquals(_AllReduce):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        axes, mesh = ctx.args
-        return g * mesh.size(axes), None, None
+        return g * ctx.mesh.size(ctx.axes), None, None
 
 
+@_define
 class _AllReduceMax(_Collective):
+    @classmethod
+    def real(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        return _wait(_ops.all_reduce(x.contiguous(), "max", mesh.group(axes)))
+
+    @classmethod
+    def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        return x.amax(mesh.dims(axes), keepdim=True)
+
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         raise ValueError("all_reduce_max has no derivative: detach its input")
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
-        x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
-        return _join_ranks(x.amax(at, keepdim=True), mesh), 0
 
-
+@_define
 class _AllGather(_Collective):
+    @classmethod
+    def real(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        (dim,) = dims
+        first = x.movedim(dim, 0).contiguous()
+        return _wait(_ops.all_gather_into_tensor(first, mesh.size(axes), mesh.group(axes))).movedim(0, dim)
+
+    @classmethod
+    def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        return _merge_into(x, mesh, axes, *dims)
+
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return reduce_scatter(g, *ctx.args), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, dim: int, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
-        x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
-        return _join_ranks(_merge_into(x, at, dim, mesh), mesh), 0
+        return reduce_scatter(g, ctx.dims[0], ctx.axes, ctx.mesh), None, None, None
 
 
+@_define
 class _ReduceScatter(_Collective):
+    @classmethod
+    def real(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        (dim,) = dims
+        first = x.movedim(dim, 0).contiguous()
+        return _wait(_ops.reduce_scatter_tensor(first, "sum", mesh.size(axes), mesh.group(axes))).movedim(0, dim)
+
+    @classmethod
+    def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        return _split_off(x.sum(mesh.dims(axes), keepdim=True), mesh, axes, *dims)
+
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return all_gather(g, *ctx.args), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, dim: int, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
-        x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
-        return _join_ranks(_split_off(x.sum(at, keepdim=True), at, dim, axes, mesh), mesh), 0
+        return all_gather(g, ctx.dims[0], ctx.axes, ctx.mesh), None, None, None
 
 
+@_define
 class _AllToAll(_Collective):
+    @classmethod
+    def real(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        (split_dim, concat_dim), ranks = dims, mesh.size(axes)
+        first = x.movedim(split_dim, 0).contiguous()
+        sizes = [len(first) // ranks] * ranks
+        parts = _wait(_ops.all_to_all_single(first, sizes, sizes, mesh.group(axes))).unflatten(0, (ranks, -1))
+        return parts.movedim(1, 1 + split_dim).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+    @classmethod
+    def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+        split_dim, concat_dim = dims
+        return _split_off(_merge_into(x, mesh, axes, concat_dim), mesh, axes, split_dim)
+
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        split_dim, concat_dim, axes, mesh = ctx.args
-        return all_to_all(g, concat_dim, split_dim, axes, mesh), None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, split_dim: int, concat_dim: int, axes: Axes, mesh: Mesh) -> tuple[Tensor, int]:
-        x, at = _split_ranks(x, in_dims[0], info.batch_size, axes, mesh)
-        gathered = _merge_into(x, at, concat_dim, mesh)
-        return _join_ranks(_split_off(gathered, at, split_dim, axes, mesh), mesh), 0
+        split_dim, concat_dim = ctx.dims
+        return all_to_all(g, concat_dim, split_dim, ctx.axes, ctx.mesh), None, None, None, None
 
 
-def _split_ranks(x: Tensor, bdim: int | None, ranks: int, axes: Axes, mesh: Mesh) -> tuple[Tensor, list[int]]:
-    """[..., ranks at bdim, ...] to [size of each mesh axis, ...], and where `axes` are among them."""
+_ops = torch.ops._c10d_functional
+
+
+def _wait(x: Tensor) -> Tensor:
+    return _ops.wait_tensor(x)
+
+
+def _split_ranks(x: Tensor, bdim: int | None, ranks: int, mesh: Mesh) -> Tensor:
+    """[..., ranks at bdim, ...] to [size of each mesh axis, ...]."""
     if ranks != mesh.world_size:
         raise ValueError(f"a mesh of {mesh.world_size} ranks is mapped over {ranks}: use on_mesh alone, without a vmap inside")
     x = x.expand(ranks, *x.shape) if bdim is None else x.movedim(bdim, 0)
-    return x.unflatten(0, tuple(size for _, size in mesh.axes)), [mesh.names.index(axis) for axis in axes]
+    return x.unflatten(0, tuple(size for _, size in mesh.axes))
 
 
 def _join_ranks(x: Tensor, mesh: Mesh) -> Tensor:
@@ -146,20 +204,20 @@ def _join_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     return x.expand(*(size for _, size in mesh.axes), *x.shape[n:]).flatten(0, n - 1)
 
 
-def _merge_into(x: Tensor, at: list[int], dim: int, mesh: Mesh) -> Tensor:
-    """The mesh axes at `at` moved in front of tensor dimension `dim` and merged with it; 1 is left in their places."""
-    rest = len(mesh.axes) - len(at)
+def _merge_into(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    """Mesh dimensions moved in front of tensor dimension `dim` and merged with it; 1 is left in their places."""
+    at, rest = mesh.dims(axes), len(mesh.axes) - len(axes)
     x = x.movedim(at, [rest + dim + j for j in range(len(at))]).flatten(rest + dim, rest + dim + len(at))
     for place in sorted(at):
         x = x.unsqueeze(place)
     return x
 
 
-def _split_off(x: Tensor, at: list[int], dim: int, axes: Axes, mesh: Mesh) -> Tensor:
-    """The inverse: tensor dimension `dim` cut into parts, one for each rank of the mesh axes at `at`, which are 1 now."""
+def _split_off(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    """The inverse: tensor dimension `dim` cut into a part for each rank of some mesh axes, whose dimensions are 1 now."""
     n = len(mesh.axes)
     x = x.unflatten(n + dim, (*(mesh.size((axis,)) for axis in axes), -1))
-    # Each mesh axis of size 1 changes places with its part's dimension, and is dropped there.
-    for j, place in enumerate(at):
+    # Each mesh dimension of size 1 changes places with its parts' dimension, and is dropped there.
+    for j, place in enumerate(mesh.dims(axes)):
         x = x.transpose(place, n + dim + j)
-    return x.flatten(n + dim, n + dim + len(at))
+    return x.flatten(n + dim, n + dim + len(axes))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group as register_process_group
 
 from fmeg.config import TransformerConfig
 from fmeg.sharding.spec import TP, TP_SP, Axes, P, Rules
@@ -23,8 +27,24 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     rules: Rules
-    simulated: bool = True
-    """Whether the ranks are a leading dimension of every array, in one process."""
+    groups: tuple[tuple[Axes, str], ...] | None = None
+    """Real ranks: the name of the process group of every choice of axes, the same name on every rank. None: simulated."""
+    rank: Tensor | None = field(default=None, compare=False, repr=False)
+    """Real ranks: this process's flat rank."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the ranks are a leading dimension of every array, in one process."""
+        return self.groups is None
+
+    def group(self, axes: Axes) -> str:
+        """The process group over some axes together."""
+        assert self.groups is not None  # collectives ask only where ranks are real
+        return dict(self.groups)[axes]
+
+    def dims(self, axes: Axes) -> list[int]:
+        """Where some axes are among all of them."""
+        return [self.names.index(axis) for axis in axes]
 
     @property
     def world_size(self) -> int:
@@ -97,22 +117,6 @@ class Context(NamedTuple):
         return self.place(axes) * local_size + torch.arange(local_size, device=self.rank.device)
 
 
-def check_mesh(cfg: TransformerConfig, mesh: Mesh | None) -> None:
-    """Refuse a mesh that is not the config's, or none where the config asks for one."""
-    if mesh is None:
-        if cfg.tensor_model_parallel_size > 1:
-            raise ValueError(
-                f"tensor_model_parallel_size is {cfg.tensor_model_parallel_size} but mesh is None: "
-                "pass mesh=simulated_mesh(cfg), or set it to 1"
-            )
-        return
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh is {mesh!r}: must be a Mesh, as simulated_mesh(cfg) makes, or None for a single device")
-    dp = dict(mesh.axes).get("dp", 1)
-    if mesh != simulated_mesh(cfg, data_parallel_size=dp):
-        raise ValueError(f"mesh {mesh.axes} with rules {mesh.rules.name} is not the config's: make it by simulated_mesh(cfg)")
-
-
 Ctx = Context | None
 """What a layer runs on; None: a single device."""
 
@@ -132,3 +136,67 @@ def simulated_mesh(cfg: TransformerConfig, *, data_parallel_size: int = 1) -> Me
     tensor = (("tp", tp),) if repeats == 1 else (("tp_kv", tp // repeats), ("tp_rep", repeats))
     axes = (("dp", data_parallel_size), *tensor)
     return Mesh(tuple((name, size) for name, size in axes if size > 1), TP_SP if cfg.sequence_parallel else TP)
+
+
+def make_mesh(cfg: TransformerConfig, *, timeout_seconds: float = 600.0) -> Mesh | None:
+    """The mesh of the processes that torchrun started, tensor parallelism fastest, the rest data parallelism.
+
+    None in a process of its own. Uses the default process group, and starts it (NCCL where there is a GPU, else gloo) if
+    nobody has. `timeout_seconds`: how long a collective waits for the other ranks before it fails.
+
+    Errors: ValueError when the number of processes is not a multiple of tensor_model_parallel_size.
+
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=4, vocab_size=96)
+    >>> print(make_mesh(cfg))
+    None
+    """
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            check_mesh(cfg, None)
+            return None
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    tp, world = cfg.tensor_model_parallel_size, dist.get_world_size()
+    if world % tp:
+        raise ValueError(f"{world} processes cannot be shared by tensor_model_parallel_size {tp}: start a multiple of {tp}")
+    mesh = simulated_mesh(cfg, data_parallel_size=world // tp)
+    if not mesh.axes:
+        return None
+    ranks = torch.arange(world).view([size for _, size in mesh.axes])
+    choices = [axes for n in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.names, n)]
+    groups = tuple((axes, _join_group(ranks, mesh.dims(axes), axes)) for axes in choices)
+    return replace(mesh, groups=groups, rank=torch.tensor(dist.get_rank()))
+
+
+def _join_group(ranks: Tensor, dims: list[int], axes: Axes) -> str:
+    """Make the groups over some axes, and register this rank's under a name that is the same on every rank.
+
+    Programs name their groups, and every rank so runs the same program. torch numbers groups in the order in which they are
+    made, so the number of the first of them tells meshes apart.
+    """
+    size = math.prod(ranks.shape[d] for d in dims)
+    rows = ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    made = [dist.new_group(row) for row in rows]
+    place = next(i for i, row in enumerate(rows) if dist.get_rank() in row)
+    name = f"fmeg-{'-'.join(axes)}-{int(made[place].group_name) - place}"
+    register_process_group(name, made[place])  # type: ignore[arg-type]  # a NewType of str, not exported
+    return name
+
+
+def check_mesh(cfg: TransformerConfig, mesh: Mesh | None) -> None:
+    """Refuse a mesh that is not the config's, or none where the config asks for one."""
+    tp = cfg.tensor_model_parallel_size
+    if mesh is None:
+        if tp > 1:
+            raise ValueError(
+                f"tensor_model_parallel_size is {tp} but mesh is None: start a multiple of {tp} processes by torchrun and "
+                "pass mesh=make_mesh(cfg), or pass mesh=simulated_mesh(cfg)"
+            )
+        return
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r}: must be a Mesh, by make_mesh(cfg) or simulated_mesh(cfg), or None")
+    wanted = simulated_mesh(cfg, data_parallel_size=dict(mesh.axes).get("dp", 1))
+    if (mesh.axes, mesh.rules) != (wanted.axes, wanted.rules):
+        raise ValueError(
+            f"mesh {mesh.axes} with rules {mesh.rules.name} is not the config's: use make_mesh(cfg) or simulated_mesh(cfg)"
+        )

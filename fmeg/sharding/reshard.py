@@ -77,9 +77,9 @@ def take_batch(batch: Any, ctx: Ctx) -> Any:
 def on_mesh(fn: Callable[..., Any], mesh: Mesh | None, *, shared: Sequence[int] = ()) -> Callable[..., Any]:
     """`fn(ctx, *args)`, a program for one rank, as a function of its arguments on a whole mesh.
 
-    Without a mesh `ctx` is None. On simulated ranks every array has a leading rank dimension, in arguments and results,
-    except in the arguments at `shared`, which all ranks see alike. One `torch.func.vmap` runs the ranks, and collectives are
-    arithmetic: deterministic, differentiable, compilable.
+    Without a mesh `ctx` is None, on real ranks it is this process's. On simulated ranks every array has a leading rank
+    dimension, in arguments and results, except in the arguments at `shared`, which all ranks see alike. One `torch.func.vmap`
+    runs the ranks, and collectives are arithmetic: deterministic, differentiable, compilable.
 
     >>> from fmeg.sharding.spec import TP
     >>> mesh = Mesh((("tp", 4),), TP)
@@ -89,6 +89,8 @@ def on_mesh(fn: Callable[..., Any], mesh: Mesh | None, *, shared: Sequence[int] 
     """
     if mesh is None:
         return functools.partial(fn, None)
+    if mesh.rank is not None:
+        return functools.partial(fn, Context(mesh, mesh.rank))
 
     def run(*args: Any) -> Any:
         dims = tuple(None if i in shared else 0 for i in range(len(args)))
