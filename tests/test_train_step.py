@@ -164,9 +164,14 @@ def test_compiled_equals_eager_over_microbatches() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager_in_bf16() -> None:
-    """Rounding differs where the compiler keeps fp32 between fused operations."""
-    compare_compiled(small_config(bf16=True), rtol=3e-2)
+def test_compiled_bf16_gradients_are_as_near_to_fp32_as_eager_ones() -> None:
+    """Where the compiler keeps fp32 between fused operations the two round differently, so fp32 is the judge of both."""
+    cfg = small_config()
+    params, batch = fmeg.init_params(cfg), random_batch(cfg)
+    exact, _ = fmeg.make_grad_step(cfg, compile=False)(params, batch)
+    eager, compiled = (fmeg.make_grad_step(cfg.replace(bf16=True), compile=c)(params, batch)[0] for c in (False, True))
+    for (path, want), a, b in zip(tree.flatten_with_path(exact), tree.leaves(eager), tree.leaves(compiled), strict=True):
+        assert (b - want).norm() <= 1.25 * (a - want).norm() + 1e-3 * want.norm(), path
 
 
 def test_bf16_keeps_everything_but_compute_in_fp32() -> None:
