@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -209,6 +209,10 @@ class TransformerConfig(ModelParallelConfig):
         ):
             check(self)
 
+    def on_one_device(self) -> Self:
+        """The same model without a mesh: what a layout must not change is computed from this."""
+        return self.replace(tensor_model_parallel_size=1, sequence_parallel=False)
+
     @property
     def query_groups(self) -> int:
         """Number of key/value heads."""
@@ -303,7 +307,7 @@ class TrainConfig(Replaceable):
     seq_length: int = 256
     """Tokens per sequence."""
     micro_batch_size: int = 8
-    """Sequences that are computed at a time."""
+    """Sequences that a data-parallel rank computes at a time."""
     global_batch_size: int = 8
     """Sequences per update; a multiple of micro_batch_size."""
     train_iters: int = 500
@@ -338,10 +342,15 @@ class TrainConfig(Replaceable):
                 f"{self.micro_batch_size}: use micro_batch_size {either(divisors(self.global_batch_size))}"
             )
 
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per update."""
-        return self.global_batch_size // self.micro_batch_size
+    def num_microbatches(self, data_parallel_size: int = 1) -> int:
+        """Microbatches per update: each has micro_batch_size sequences on each data-parallel rank."""
+        together = self.micro_batch_size * data_parallel_size
+        if self.global_batch_size % together:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size {self.micro_batch_size} "
+                f"times {data_parallel_size} data-parallel ranks: use a multiple of {together}"
+            )
+        return self.global_batch_size // together
 
 
 def _check_sizes(cfg: TransformerConfig) -> None:

@@ -76,8 +76,7 @@ class ParamSpec:
         """This parameter as a single device holds it: padded to the unit of the vocabulary, not to a multiple for all ranks."""
         if self.storage_shape is None:
             return self
-        alone = cfg.replace(tensor_model_parallel_size=1, sequence_parallel=False)
-        return dataclasses.replace(self, storage_shape=(alone.padded_vocab_size, *self.shape[1:]))
+        return dataclasses.replace(self, storage_shape=(cfg.on_one_device().padded_vocab_size, *self.shape[1:]))
 
     def stacked(self, n: int) -> ParamSpec:
         """`n` of these on a leading "layers" axis."""
@@ -140,6 +139,8 @@ def shard_tree(params: Params, specs: Specs, ctx: Ctx) -> Params:
     """This rank's parts of a tree that a single device would hold, padded as `specs` say."""
 
     def shard(leaf: Tensor, spec: ParamSpec) -> Tensor:
+        if not spec.shape:
+            return leaf
         leaf = _repad(leaf, spec.shape[0], spec.stored[0])
         return reshard(leaf, P(*[None] * leaf.ndim), spec.axes, ctx)
 
@@ -150,6 +151,8 @@ def unshard_tree(params: Params, specs: Specs, cfg: TransformerConfig, ctx: Ctx)
     """The tree that a single device would hold, on every rank."""
 
     def unshard(leaf: Tensor, spec: ParamSpec) -> Tensor:
+        if not spec.shape:
+            return leaf
         leaf = reshard(leaf, spec.axes, P(*[None] * leaf.ndim), ctx)
         return _repad(leaf, spec.shape[0], spec.on_one_device(cfg).stored[0])
 

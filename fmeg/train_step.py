@@ -20,10 +20,21 @@ from fmeg.jit import jit
 from fmeg.layers.norm import at_least_fp32
 from fmeg.models.gpt import check_batch, gpt_forward_step, gpt_specs, init_params
 from fmeg.optim import Optimizer, apply_updates, global_norm
-from fmeg.params import Params, Specs, cast_to_compute, check_params, reduce_grads
+from fmeg.params import (
+    ZEROS,
+    Params,
+    ParamSpec,
+    Specs,
+    cast_to_compute,
+    check_params,
+    reduce_grads,
+    shard_tree,
+    unshard_tree,
+)
 from fmeg.sharding.collectives import all_reduce
 from fmeg.sharding.mesh import Ctx, Mesh, check_mesh
 from fmeg.sharding.reshard import on_mesh, take_batch
+from fmeg.sharding.spec import P
 
 Batch = dict[str, Tensor]
 Metrics = dict[str, Tensor]
@@ -68,6 +79,41 @@ def init_state(
         return TrainState(torch.zeros((), dtype=torch.int64, device=device), params, opt.init(params))
 
     return on_mesh(init, mesh)(params)
+
+
+def shard_state(state: TrainState, cfg: TransformerConfig, mesh: Mesh | None, *, specs: Specs | None = None) -> TrainState:
+    """The parts that the ranks of `mesh` hold of the state that a single device would hold.
+
+    >>> from fmeg.optim import adamw
+    >>> from fmeg.sharding.mesh import simulated_mesh
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> state, tp = init_state(cfg, adamw(0.1)), cfg.replace(tensor_model_parallel_size=2)
+    >>> shard_state(state, tp, simulated_mesh(tp)).opt_state[1].mu["layers"]["dense"]["mlp"]["up"]["weight"].shape
+    torch.Size([2, 1, 8, 16])
+    """
+    specs = _state_specs(state, gpt_specs(cfg) if specs is None else specs)
+    return on_mesh(lambda ctx, state: shard_tree(state, specs, ctx), mesh, shared=(0,))(state)
+
+
+def unshard_state(state: TrainState, cfg: TransformerConfig, mesh: Mesh | None, *, specs: Specs | None = None) -> TrainState:
+    """The state that a single device would hold; the inverse of `shard_state`. All ranks must call it."""
+    specs = _state_specs(state, gpt_specs(cfg) if specs is None else specs)
+    whole = on_mesh(lambda ctx, state: unshard_tree(state, specs, cfg, ctx), mesh)(state)
+    return tree.map(lambda leaf: leaf[0], whole) if mesh is not None and mesh.simulated else whole
+
+
+def _state_specs(state: TrainState, specs: Specs) -> Any:
+    """A spec for every leaf of a state: an optimizer's copies of the parameters end in the parameter's path; counts are
+    the same everywhere.
+    """
+    known = dict(tree.flatten_with_path(specs))
+
+    def spec_of(path: str, leaf: Tensor) -> ParamSpec:
+        parts = path.split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        return next((known[end] for end in ends if end in known), ParamSpec((), P(), ZEROS))
+
+    return tree.map_with_path(spec_of, state)
 
 
 def make_train_step(

@@ -6,6 +6,8 @@ from fmeg.training.run import RunConfig, run
 
 def pretrain(cfg: RunConfig) -> None:
     report = run(cfg)
+    if report is None:  # another rank of torchrun's reports
+        return
     print(f"training loss {report.loss:.3f} nats per token, {report.skipped} updates skipped")
     print(
         f"held-out bits per byte {report.held_out_bits_per_byte:.3f}   "

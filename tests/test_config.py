@@ -267,7 +267,7 @@ def test_derived_values_follow_replace() -> None:
     assert cfg.compute_dtype == torch.float32
     assert cfg.replace(bf16=True).compute_dtype == torch.bfloat16
     assert cfg.replace(params_dtype=torch.float64).compute_dtype == torch.float64
-    assert TrainConfig(global_batch_size=24, micro_batch_size=8).num_microbatches == 3
+    assert TrainConfig(global_batch_size=24, micro_batch_size=8).num_microbatches() == 3
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6])

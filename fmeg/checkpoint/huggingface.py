@@ -21,10 +21,9 @@ from fmeg.checkpoint.hf_config import Architecture, config_from_hf, find_archite
 from fmeg.checkpoint.hf_export import choose_architecture, config_to_hf
 from fmeg.checkpoint.mapping import Entry, Family, Rule, entries, listed, read, write
 from fmeg.config import DTYPES, TransformerConfig
-from fmeg.models.gpt import gpt_specs
+from fmeg.models.gpt import gpt_specs, shard_params, unshard_params
 from fmeg.params import Params, check_params
-from fmeg.sharding.mesh import Mesh
-from fmeg.sharding.reshard import require_single_device
+from fmeg.sharding.mesh import Mesh, check_is_mesh
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -35,7 +34,8 @@ def from_hf(path: str | PathLike[str], *, mesh: Mesh | None = None) -> tuple[Tra
     """The config and parameters of a checkpoint directory: Llama, Qwen2, Qwen3, Mistral or GPT-2.
 
     `path` holds config.json, in the spelling of transformers 5 or before, and model.safetensors, or its shards and
-    their index. Parameters keep the files' dtype, the widest where they have several. Nothing is downloaded.
+    their index. Parameters keep the files' dtype, the widest where they have several. Nothing is downloaded. On a mesh, the
+    config has its layout, and the parameters are its ranks' parts.
 
     Errors: ValueError in one line for files that are missing or damaged, architectures and options that fmeg does not
     have, and missing, unexpected or misshapen tensors.
@@ -49,7 +49,7 @@ def from_hf(path: str | PathLike[str], *, mesh: Mesh | None = None) -> tuple[Tra
     >>> read_cfg.hidden_size, params["embedding"]["tokens"].shape  # stored padded to a multiple of 128 rows
     (8, torch.Size([128, 8]))
     """
-    require_single_device(mesh)
+    check_is_mesh(mesh)
     directory = Path(path)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: fmeg downloads nothing; give one with config.json")
@@ -64,7 +64,11 @@ def from_hf(path: str | PathLike[str], *, mesh: Mesh | None = None) -> tuple[Tra
             with _one_line_errors(directory):
                 return files[name].get_tensor(name)
 
-        return cfg, read(cfg, family, names, fetch, str(directory))
+        params = read(cfg, family, names, fetch, str(directory))
+    if mesh is None:
+        return cfg, params
+    cfg = mesh.layout_of(cfg)
+    return cfg, shard_params(params, cfg, mesh)
 
 
 def to_hf(
@@ -79,7 +83,8 @@ def to_hf(
 
     The architecture is the first of GPT-2, Llama, Qwen2, Qwen3 and Mistral that computes what the config says. Files
     are in the parameters' dtype, the vocabulary is not padded. What only training reads and the architecture has no
-    option for (hidden_dropout, label_smoothing, z_loss_coeff) is left out. The directory appears when it is complete.
+    option for (hidden_dropout, label_smoothing, z_loss_coeff) is left out. The directory appears when it is complete. On a mesh
+    all ranks must call this, and the first one writes.
 
     Errors: ValueError when `path` is taken, when no architecture expresses the config, or for parameters of other
     names, shapes or dtypes.
@@ -92,11 +97,13 @@ def to_hf(
     ...     sorted(p.name for p in Path(directory, "model").iterdir())
     ['config.json', 'model.safetensors']
     """
-    require_single_device(mesh)
     target = Path(path)
     if (target.exists() and not target.is_dir()) or (target.is_dir() and any(target.iterdir())):
         raise ValueError(f"{target} exists already: give a path that does not exist, or an empty directory")
+    params, cfg = unshard_params(params, cfg, mesh), cfg.on_one_device()
     check_params(params, gpt_specs(cfg))
+    if mesh is not None and not mesh.lead:
+        return
     arch, dtype = choose_architecture(cfg), _one_dtype(params)
     leaves = dict(tree.flatten_with_path(params))
     shards = _shards(entries(cfg, hf_family(arch)), dtype.itemsize, max_shard_bytes)

@@ -10,17 +10,17 @@ from torch import Tensor
 from fmeg import tree
 from fmeg.checkpoint.mapping import Family, Rule, entries, read, write
 from fmeg.config import TransformerConfig
-from fmeg.models.gpt import gpt_specs
+from fmeg.models.gpt import gpt_specs, shard_params
 from fmeg.params import Params, check_params
-from fmeg.sharding.mesh import Mesh
-from fmeg.sharding.reshard import require_single_device
+from fmeg.sharding.mesh import Mesh, check_mesh
 
 
 def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh: Mesh | None = None) -> Params:
     """Parameters from a state dict with megatron-core's names, of a GPT without tensor or pipeline parallelism.
 
     Takes the names of local layers and of Transformer Engine's (`linear_qkv.layer_norm_weight`), skips `_extra_state`,
-    and cuts a padded vocabulary. Gradients convert alike. Tensors are copied, and widened to cfg.params_dtype.
+    and cuts a padded vocabulary. On a mesh, its ranks' parts. Gradients convert alike. Tensors are copied, and widened to
+    cfg.params_dtype.
 
     Errors: ValueError for missing or unexpected names, other shapes, or dtypes that cfg.params_dtype cannot hold.
 
@@ -30,7 +30,8 @@ def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh
     >>> params["layers"]["dense"]["attention"]["query"]["weight"].shape
     torch.Size([1, 8, 2, 4])
     """
-    require_single_device(mesh)
+    check_mesh(cfg, mesh)
+    alone = cfg.on_one_device()
     names: dict[str, str] = {}
     for actual in state_dict:
         if actual.endswith(("_extra_state", "rotary_pos_emb.inv_freq")):
@@ -39,11 +40,14 @@ def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh
         if name in names:
             raise ValueError(f"the state dict holds {name} twice, as {names[name]} and {actual}: remove one of them")
         names[name] = actual
-    return read(cfg, megatron_family(cfg), names, state_dict.__getitem__, "the state dict")
+    params = read(alone, megatron_family(alone), names, state_dict.__getitem__, "the state dict")
+    return params if mesh is None else shard_params(params, cfg, mesh)
 
 
 def to_megatron(params: Params, cfg: TransformerConfig) -> dict[str, Tensor]:
     """A state dict with megatron-core's names for local layers, in the parameters' dtype, the vocabulary not padded.
+
+    `params` is a whole tree: `unshard_params` makes one of a mesh's parts.
 
     Errors: ValueError when the parameters do not match the config.
 
@@ -56,6 +60,7 @@ def to_megatron(params: Params, cfg: TransformerConfig) -> dict[str, Tensor]:
     >>> state_dict["embedding.word_embeddings.weight"].shape
     torch.Size([96, 48])
     """
+    cfg = cfg.on_one_device()
     check_params(params, gpt_specs(cfg))
     leaves = dict(tree.flatten_with_path(params))
     return {entry.name: write(cfg, leaves, entry) for entry in entries(cfg, megatron_family(cfg))}

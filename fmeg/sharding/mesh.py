@@ -73,6 +73,16 @@ class Mesh:
             out += [name for name in both if name in self.names]
         return tuple(out)
 
+    @property
+    def lead(self) -> bool:
+        """Whether this process writes and talks: the first rank, or the only process."""
+        return self.rank is None or int(self.rank) == 0
+
+    def layout_of(self, cfg: TransformerConfig) -> TransformerConfig:
+        """`cfg` with this mesh's layout."""
+        tp = self.world_size // dict(self.axes).get("dp", 1)
+        return cfg.replace(tensor_model_parallel_size=tp, sequence_parallel=self.rules == TP_SP)
+
     def unused_axes(self, spec: P) -> Axes:
         """The axes over which an array of this layout is replicated."""
         used = {axis for logical in spec for axis in self.axes_of(logical)}
@@ -183,6 +193,12 @@ def _join_group(ranks: Tensor, dims: list[int], axes: Axes) -> str:
     return name
 
 
+def check_is_mesh(mesh: object) -> None:
+    """Refuse what is neither a mesh nor None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r}: must be a Mesh, by make_mesh(cfg) or simulated_mesh(cfg), or None")
+
+
 def check_mesh(cfg: TransformerConfig, mesh: Mesh | None) -> None:
     """Refuse a mesh that is not the config's, or none where the config asks for one."""
     tp = cfg.tensor_model_parallel_size
@@ -193,8 +209,7 @@ def check_mesh(cfg: TransformerConfig, mesh: Mesh | None) -> None:
                 "pass mesh=make_mesh(cfg), or pass mesh=simulated_mesh(cfg)"
             )
         return
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh is {mesh!r}: must be a Mesh, by make_mesh(cfg) or simulated_mesh(cfg), or None")
+    check_is_mesh(mesh)
     wanted = simulated_mesh(cfg, data_parallel_size=dict(mesh.axes).get("dp", 1))
     if (mesh.axes, mesh.rules) != (wanted.axes, wanted.rules):
         raise ValueError(

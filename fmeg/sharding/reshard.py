@@ -93,14 +93,17 @@ def on_mesh(fn: Callable[..., Any], mesh: Mesh | None, *, shared: Sequence[int] 
         return functools.partial(fn, Context(mesh, mesh.rank))
 
     def run(*args: Any) -> Any:
-        dims = tuple(None if i in shared else 0 for i in range(len(args)))
-        ranks = torch.arange(mesh.world_size)
-        return torch.func.vmap(lambda rank, *local: fn(Context(mesh, rank), *local), in_dims=(0, *dims))(ranks, *args)
+        # Flat lists in and out: vmap's own pytrees take a None for a leaf.
+        flat, treedef = tree.flatten(args)
+        dims = [None if i in shared else 0 for i, arg in enumerate(args) for _ in tree.leaves(arg)]
+        out_treedef: Any = None
+
+        def local(rank: Tensor, *leaves: Tensor) -> list[Tensor]:
+            nonlocal out_treedef
+            out, out_treedef = tree.flatten(fn(Context(mesh, rank), *tree.unflatten(treedef, list(leaves))))
+            return out
+
+        outs = torch.func.vmap(local, in_dims=(0, *dims))(torch.arange(mesh.world_size), *flat)
+        return tree.unflatten(out_treedef, list(outs))
 
     return run
-
-
-def require_single_device(mesh: object) -> None:
-    """Refuse a mesh where only a single device is supported."""
-    if mesh is not None:
-        raise ValueError(f"mesh is {mesh!r}: this runs on a single device so far; pass mesh=None")

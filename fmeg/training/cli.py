@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fmeg.config import DTYPES, ROPE_SCALINGS, RopeScaling
 from fmeg.training.presets import PRESETS
@@ -61,6 +62,8 @@ def main(run: Callable[[RunConfig], Any]) -> None:
     """Parse the command line and run; an error that a user can mend is one line and exit status 2."""
     try:
         run(parse_args(sys.argv[1:]))
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

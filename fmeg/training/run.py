@@ -27,10 +27,13 @@ from fmeg.data.text import (
     train_tokenizer,
     unigram_bits_per_byte,
 )
-from fmeg.models.gpt import gpt_forward_step, gpt_specs
+from fmeg.models.gpt import gpt_forward_step, gpt_specs, unshard_params
 from fmeg.models.sample import sample
 from fmeg.params import Params, count_params
-from fmeg.train_step import TrainState, init_state, make_train_step
+from fmeg.sharding.collectives import all_reduce
+from fmeg.sharding.mesh import Ctx, Mesh, make_mesh
+from fmeg.sharding.reshard import on_mesh, take_batch
+from fmeg.train_step import TrainState, init_state, make_train_step, shard_state, unshard_state
 from fmeg.validation import Replaceable
 
 
@@ -108,8 +111,16 @@ def make_schedule(cfg: OptimizerConfig, train_iters: int) -> optim.Schedule:
     return styles[cfg.lr_decay_style](**common)
 
 
-def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report:
-    """Train as `cfg` says; `say` receives lines for a person."""
+def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report | None:
+    """Train as `cfg` says, on the processes that torchrun started or on this one; `say` receives lines for a person.
+
+    The first rank alone talks and writes, and has a report. A checkpoint holds whole arrays, so that any number of ranks can
+    go on from it.
+    """
+    mesh = make_mesh(cfg.model, timeout_seconds=60.0)
+    lead = _is_lead(mesh)
+    say = say if lead else (lambda line: None)
+    alone = cfg.model.on_one_device()
     if cfg.save is not None and latest_step(cfg.save) is not None and cfg.load != cfg.save:
         raise ValueError(f"{cfg.save} holds a run already: pass --load {cfg.save} to go on, or another --save")
     text = read_text(cfg.data_path)
@@ -119,27 +130,31 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report:
     tokenizer = _tokenizer(cfg, text)
     data = encode_text(text, tokenizer, cfg.train.seq_length)
     opt = make_optimizer(cfg.optimizer, cfg.train.train_iters)
-    state = init_state(cfg.model, opt, seed=cfg.train.seed)
+    state = init_state(cfg.model, opt, seed=cfg.train.seed, mesh=mesh)
     if cfg.load is not None:
-        state, _ = load_state(cfg.load, state)
+        whole, _ = load_state(cfg.load, init_state(alone, opt))
+        state = shard_state(whole, cfg.model, mesh)
         say(f"resumed {cfg.load} at step {int(state.step)}")
-    if cfg.save is not None:
+    if cfg.save is not None and lead:
         cfg.save.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(cfg.save / "tokenizer.json"))
     say(
         f"{count_params(gpt_specs(cfg.model)):,} parameters; {len(data.train):,} training and {len(data.held_out):,} "
         f"held-out tokens of {cfg.data_path}"
     )
-    evaluate = make_evaluation(cfg)
-    log = _MetricsLog(cfg.save, int(state.step))
-    state, metrics, skipped = _train(cfg, state, opt, data, log, evaluate, meta, say)
+    evaluate = make_evaluation(cfg, mesh)
+    log = _MetricsLog(cfg.save if lead else None, int(state.step))
+    state, metrics, skipped = _train(cfg, mesh, state, opt, data, log, evaluate, meta, say)
     bits = evaluate(state.params, data.held_out, data.held_out_bytes, None)
+    params = unshard_params(state.params, cfg.model, mesh)
+    if not lead:
+        return None
     report = Report(
         loss=metrics.get("loss", math.nan),
         held_out_bits_per_byte=bits,
         unigram_bits_per_byte=unigram_bits_per_byte(data, cfg.model.vocab_size),
         skipped=skipped,
-        sample=_sample_text(cfg, state.params, data, tokenizer),
+        sample=_sample_text(cfg, alone, params, data, tokenizer),
     )
     log.write({"step": int(state.step), "held_out_bits_per_byte": bits, "unigram_bits_per_byte": report.unigram_bits_per_byte})
     if log.path is not None:
@@ -169,13 +184,13 @@ def _check_resumable(load: Path, now: dict[str, Any], say: Callable[[str], None]
         )
     changed = {
         part: {name: (then[part].get(name), value) for name, value in now[part].items() if then[part].get(name) != value}
-        for part in ("model", "optimizer", "train", "text")
+        for part in ("model", "layout", "optimizer", "train", "text")
     }
     if changed["model"]:
         raise ValueError(f"{load} holds another model: {_changes(changed['model'])}; resume with the model it was saved with")
     if changed["text"]:
         raise ValueError(f"{load} was trained on another text than --data-path holds: pass the same text")
-    if others := changed["optimizer"] | changed["train"]:
+    if others := changed["layout"] | changed["optimizer"] | changed["train"]:
         say(f"changed since the save: {_changes(others)}")
 
 
@@ -185,9 +200,11 @@ def _changes(changes: dict[str, tuple[Any, Any]]) -> str:
 
 def _meta(cfg: RunConfig, text: str) -> dict[str, Any]:
     """What a checkpoint keeps besides the state, to resume by and to compare with."""
+    model = config_to_dict(cfg.model)
     return {
         "format": "fmeg-run-1",
-        "model": config_to_dict(cfg.model),
+        "layout": {name: model.pop(name) for name in ("tensor_model_parallel_size", "sequence_parallel")},
+        "model": model,
         "optimizer": config_to_dict(cfg.optimizer),
         "train": config_to_dict(cfg.train),
         "text": {"sha256": hashlib.sha256(text.encode()).hexdigest()},
@@ -196,6 +213,7 @@ def _meta(cfg: RunConfig, text: str) -> dict[str, Any]:
 
 def _train(
     cfg: RunConfig,
+    mesh: Mesh | None,
     state: TrainState,
     opt: optim.Optimizer,
     data: TextData,
@@ -213,7 +231,8 @@ def _train(
     step = make_train_step(
         cfg.model,
         opt,
-        num_microbatches=train.num_microbatches,
+        mesh=mesh,
+        num_microbatches=train.num_microbatches(_data_parallel_size(mesh)),
         compile=cfg.compile,
         donate=True,
         key=random.fold_in(root, "dropout") if drops else None,
@@ -224,7 +243,7 @@ def _train(
         return state, {}, 0
     if cfg.compile:
         say("compiling the step; the first time takes about a minute, later runs find it in a cache")
-    bar = _Progress(first, train.train_iters)
+    bar = _Progress(first, train.train_iters, visible=_is_lead(mesh))
     for i in bar.over(range(first, train.train_iters)):
         state, metrics = step(state, batches(i))
         skipped += metrics["skipped"]
@@ -239,35 +258,49 @@ def _train(
             log.write({"step": done, "held_out_bits_per_byte": bits})
             bar.say(f"step {done}: held-out bits per byte about {bits:.3f}")
         if cfg.save is not None and (done == train.train_iters or (train.save_interval and done % train.save_interval == 0)):
-            save_state(cfg.save, state, meta, done)
+            whole = unshard_state(state, cfg.model, mesh)
+            if _is_lead(mesh):
+                save_state(cfg.save, whole, meta, done)
     return state, numbers, int(skipped)
 
 
-def make_evaluation(cfg: RunConfig) -> Callable[[Params, Tensor, int, int | None], float]:
+def make_evaluation(cfg: RunConfig, mesh: Mesh | None) -> Callable[[Params, Tensor, int, int | None], float]:
     """`evaluate(params, tokens, num_bytes, max_batches)`: bits per byte of a text of `num_bytes` bytes, without dropout.
 
     With `max_batches` it is an estimate from the text's first batches. Not compiled: a forward alone gains less from it
     than its compilation takes.
     """
 
-    def nll(params: Params, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        _, token_count, metrics = gpt_forward_step(params, batch, cfg.model, None)
-        return metrics["nll"], token_count
+    def nll(ctx: Ctx, params: Params, batch: dict[str, Tensor]) -> Tensor:
+        _, token_count, metrics = gpt_forward_step(params, take_batch(batch, ctx), cfg.model, ctx)
+        sums = torch.stack((metrics["nll"].double(), token_count.double()))
+        return sums if ctx is None else all_reduce(sums, ctx.mesh.names, ctx.mesh)
+
+    nll_step = on_mesh(nll, mesh, shared=(1,))
+    batch_size = cfg.train.micro_batch_size * _data_parallel_size(mesh)
 
     def evaluate(params: Params, tokens: Tensor, num_bytes: int, max_batches: int | None) -> float:
-        batches = evaluation_batches(tokens, batch_size=cfg.train.micro_batch_size, seq_length=cfg.train.seq_length)
-        sums = [nll(params, batch) for batch in batches[:max_batches]]
-        nats, count = (torch.stack(parts).double().sum().item() for parts in zip(*sums, strict=True))
+        batches = evaluation_batches(tokens, batch_size=batch_size, seq_length=cfg.train.seq_length)
+        nats, count = torch.stack([nll_step(params, batch) for batch in batches[:max_batches]]).sum(0).tolist()
         return nats / count * (len(tokens) - 1) / num_bytes / math.log(2)
 
     return evaluate
 
 
-def _sample_text(cfg: RunConfig, params: Params, data: TextData, tokenizer: Any) -> str:
+def _is_lead(mesh: Mesh | None) -> bool:
+    """Whether this process talks and writes."""
+    return mesh is None or mesh.lead
+
+
+def _data_parallel_size(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else mesh.size(mesh.axes_of("batch"))
+
+
+def _sample_text(cfg: RunConfig, alone: TransformerConfig, params: Params, data: TextData, tokenizer: Any) -> str:
     """What the model makes of the beginning of the held-out text."""
     prompt = data.held_out[: min(32, cfg.train.seq_length)]
     key = random.fold_in(random.key(cfg.train.seed), "sample")
-    tokens = sample(params, prompt, cfg.model, num_tokens=96, temperature=0.8, key=key)
+    tokens = sample(params, prompt, alone, num_tokens=96, temperature=0.8, key=key)
     start, continuation = (tokenizer.decode(part.tolist()) for part in (tokens[: len(prompt)], tokens[len(prompt) :]))
     return f"{start}\n  >>> {continuation}"
 
@@ -294,10 +327,10 @@ class _MetricsLog:
 class _Progress:
     """A progress bar that knows the speed without the first step, which compiles."""
 
-    def __init__(self, first: int, total: int) -> None:
+    def __init__(self, first: int, total: int, *, visible: bool) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, initial=first, unit="step", dynamic_ncols=True)
+        self._bar = tqdm(total=total, initial=first, unit="step", dynamic_ncols=True, disable=not visible)
         self._steps, self._start = 0, 0.0
 
     def over(self, steps: Iterable[int]) -> Iterator[int]:
@@ -318,7 +351,8 @@ class _Progress:
         self._bar.set_postfix(values)
 
     def say(self, line: str) -> None:
-        self._bar.write(line)
+        if not self._bar.disable:
+            self._bar.write(line)
 
 
 def plot_loss(metrics: Path, picture: Path) -> None:

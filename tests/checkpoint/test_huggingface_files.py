@@ -288,7 +288,7 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         from_hf(directory)
     with pytest.raises(ValueError, match="gpt2-xl is not a directory: fmeg downloads nothing"):
         from_hf("gpt2-xl")
-    with pytest.raises(ValueError, match="mesh is 'tp'"):
+    with pytest.raises(TypeError, match="mesh is 'tp'"):
         from_hf(directory, mesh="tp")  # type: ignore[arg-type]
 
 

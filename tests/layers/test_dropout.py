@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fmeg import random
-from fmeg.layers.dropout import DropoutKey, dropout
+from fmeg.layers import dropout as layer
+from fmeg.layers.dropout import DropoutKey
+from fmeg.sharding.spec import P
 
 KEY = random.key(5)
+
+
+def dropout(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
+    """On a single device, where a layout names dimensions and changes nothing."""
+    return layer.dropout(x, rate, key, P("batch", *[None] * (x.ndim - 1)), None)
 
 
 def rows(*values: int) -> DropoutKey:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fmeg
 from fmeg import random, tree
+from fmeg.layers.attention import RESIDUAL
 from fmeg.layers.dropout import DropoutKey, dropout
 from fmeg.layers.embedding import embed, embedding_specs, unembed
 from fmeg.layers.loss import cross_entropy
@@ -173,4 +174,4 @@ def test_hidden_dropout_is_on_the_sum_of_both_embeddings() -> None:
     params = init_from_specs(embedding_specs(cfg), seed=0, dtype=torch.float64)
     tokens, positions, key = drawn_labels(96, 2, 5), torch.arange(5), DropoutKey(random.key(1), torch.arange(2))
     plain = embed(params, tokens, positions, cfg, None)
-    assert torch.equal(embed(params, tokens, positions, cfg, None, key=key), dropout(plain, 0.5, key))
+    assert torch.equal(embed(params, tokens, positions, cfg, None, key=key), dropout(plain, 0.5, key, RESIDUAL, None))

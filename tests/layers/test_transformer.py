@@ -118,9 +118,9 @@ def test_a_layer_drops_at_four_places_with_four_keys() -> None:
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     keys = LayerKeys(*DropoutKey(random.key(0), torch.arange(2)).split(4))
     h = attention(params["attention"], norm(params["attention_norm"], x, cfg), cfg, None, key=keys.attention)
-    middle = x + dropout(h, 0.5, keys.attention_residual)
+    middle = x + dropout(h, 0.5, keys.attention_residual, RESIDUAL, None)
     h = mlp(params["mlp"], norm(params["mlp_norm"], middle, cfg), cfg, None)
-    want = middle + dropout(h, 0.5, keys.mlp_residual)
+    want = middle + dropout(h, 0.5, keys.mlp_residual, RESIDUAL, None)
     have = transformer_layer(params, x, cfg, None, LayerSpec(), keys=keys)
     assert_trees_close(have, want, rtol=RELATIVE[torch.float64])
 

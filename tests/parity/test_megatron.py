@@ -88,6 +88,23 @@ def test_loss_and_every_gradient(name: str) -> None:
             assert error < TOLERANCE, f"{path}, {microbatches} microbatches: {error}"
 
 
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp_sp"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_logits_loss_and_every_gradient_on_two_tensor_parallel_ranks(name: str, sp: bool) -> None:
+    oracle, alone = Oracle(name), Oracle(name).cfg()
+    cfg = alone.replace(tensor_model_parallel_size=2, sequence_parallel=sp)
+    mesh, want = fmeg.simulated_mesh(cfg), from_megatron(oracle.named("grad."), alone)
+    params = fmeg.shard_params(from_megatron(oracle.named("param."), alone), cfg, mesh)
+    logits = fmeg.gpt_forward(params, oracle.tensors["tokens"][0], cfg, mesh=mesh)
+    torch.testing.assert_close(logits, oracle.tensors["logits"][0], rtol=0, atol=TOLERANCE)
+    for microbatches in {1, oracle.microbatches}:
+        step = fmeg.make_grad_step(cfg, mesh=mesh, num_microbatches=microbatches, compile=False)
+        grads, metrics = step(params, oracle.batch)
+        torch.testing.assert_close(metrics["loss"], oracle.tensors["loss"].mean(), rtol=0, atol=TOLERANCE)
+        for path, error in gradient_errors(fmeg.unshard_params(grads, cfg, mesh), want, alone).items():
+            assert error < TOLERANCE, f"{path}, {microbatches} microbatches: {error}"
+
+
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_loss_of_each_token(name: str) -> None:
     oracle, cfg = Oracle(name), Oracle(name).cfg()
@@ -262,7 +279,7 @@ def test_names_shapes_and_dtypes_are_refused_by_name() -> None:
         from_megatron(source, cfg.replace(vocab_size=97))
     with pytest.raises(ValueError, match=r"is torch.float32, which params_dtype torch.bfloat16 does not hold exactly"):
         from_megatron(source, cfg.replace(params_dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="mesh is 'tp'"):
+    with pytest.raises(TypeError, match="mesh is 'tp'"):
         from_megatron(source, cfg, mesh="tp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parameters do not match the config"):
         to_megatron(from_megatron(source, cfg), cfg.replace(num_layers=3))

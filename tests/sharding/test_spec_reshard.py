@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
+from helpers import small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,9 +82,9 @@ def test_reshard_on_one_device_is_nothing_at_all() -> None:
 
 def test_a_layout_of_another_rank_is_refused() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"^reshard: src P\('batch'\) names 1 dimensions, but the array has 2: \(2, 3\)$"):
+    with pytest.raises(ValueError, match=r"^reshard: src P\('batch'\) names 1 dimensions, the array has 2: \(2, 3\)$"):
         reshard(x, P("batch"), P("batch", "seq"), None)
-    with pytest.raises(ValueError, match=r"^reshard: dst P\('batch', 'seq', 'embed'\) names 3 dimensions, but"):
+    with pytest.raises(ValueError, match=r"^reshard: dst P\('batch', 'seq', 'embed'\) names 3 dimensions, the"):
         reshard(x, P("batch", "seq"), P("batch", "seq", "embed"), None)
 
 
@@ -95,15 +97,36 @@ def test_a_new_pending_sum_is_refused() -> None:
         reshard(torch.zeros(2), P("batch", unreduced="mlp"), P("batch", unreduced=("mlp", "heads")), None)
 
 
-def test_a_mesh_is_refused_everywhere() -> None:
-    message = "^mesh is 'tp=2': fmeg runs on a single device so far; pass mesh=None$"
+def test_what_is_not_a_mesh_is_refused_everywhere() -> None:
+    message = r"^mesh is 'tp=2': must be a Mesh, by make_mesh\(cfg\) or simulated_mesh\(cfg\), or None$"
     cfg = fmeg.TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    params: Any = fmeg.init_params(cfg)
+    mesh: Any = "tp=2"
     calls = [
-        lambda: require_single_device("tp=2"),
-        lambda: reshard(torch.zeros(1), P("batch"), P("batch"), "tp=2"),  # type: ignore[arg-type]
-        lambda: fmeg.init_params(cfg, mesh="tp=2"),  # type: ignore[arg-type]
-        lambda: fmeg.gpt_forward(fmeg.init_params(cfg), torch.tensor([[1]]), cfg, mesh="tp=2"),  # type: ignore[arg-type]
+        lambda: fmeg.init_params(cfg, mesh=mesh),
+        lambda: fmeg.gpt_forward(params, torch.tensor([[1]]), cfg, mesh=mesh),
+        lambda: fmeg.shard_params(params, cfg, mesh),
+        lambda: fmeg.unshard_params(params, cfg, mesh),
+        lambda: fmeg.make_grad_step(cfg, mesh=mesh),
+        lambda: fmeg.make_train_step(cfg, fmeg.sgd(0.1), mesh=mesh),
+        lambda: fmeg.init_state(cfg, fmeg.sgd(0.1), mesh=mesh),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_a_mesh_is_refused_where_one_device_alone_is_supported() -> None:
+    mesh = fmeg.simulated_mesh(small_config(tensor_model_parallel_size=2))
+    with pytest.raises(ValueError, match=r"^mesh is Mesh\(.*\): this runs on a single device so far; pass mesh=None$"):
+        require_single_device(mesh)
+
+
+def test_a_mesh_of_another_config_and_a_missing_one_are_refused() -> None:
+    cfg = small_config()
+    tp = cfg.replace(tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"^tensor_model_parallel_size is 2 but mesh is None: start a multiple of 2 processes"):
+        fmeg.init_params(tp)
+    for other in (cfg, cfg.replace(tensor_model_parallel_size=4), tp.replace(sequence_parallel=True)):
+        with pytest.raises(ValueError, match="is not the config's: use make_mesh"):
+            fmeg.init_params(tp, mesh=fmeg.simulated_mesh(other))
