@@ -36,7 +36,14 @@ from fmeg.params import ParamSpec, count_params
 from fmeg.sharding.mesh import Mesh, make_mesh, simulated_mesh
 from fmeg.sharding.reshard import on_mesh, reshard
 from fmeg.sharding.spec import P
-from fmeg.train_step import TrainState, init_state, make_grad_step, make_train_step
+from fmeg.train_step import (
+    TrainState,
+    init_state,
+    make_grad_step,
+    make_train_step,
+    shard_state,
+    unshard_state,
+)
 
 __version__ = "0.1.0"
 
@@ -81,9 +88,11 @@ __all__ = [
     "reshard",
     "sgd",
     "shard_params",
+    "shard_state",
     "simulated_mesh",
     "to_hf",
     "to_megatron",
     "unshard_params",
+    "unshard_state",
     "wsd_schedule",
 ]
