@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fmeg
 from fmeg.layers.attention import RESIDUAL
-from fmeg.sharding.reshard import require_single_device, reshard
+from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import LOGICAL_AXES, P
 
 AXES = sorted(LOGICAL_AXES)
@@ -114,12 +114,6 @@ def test_what_is_not_a_mesh_is_refused_everywhere() -> None:
     for call in calls:
         with pytest.raises(TypeError, match=message):
             call()
-
-
-def test_a_mesh_is_refused_where_one_device_alone_is_supported() -> None:
-    mesh = fmeg.simulated_mesh(small_config(tensor_model_parallel_size=2))
-    with pytest.raises(ValueError, match=r"^mesh is Mesh\(.*\): this runs on a single device so far; pass mesh=None$"):
-        require_single_device(mesh)
 
 
 def test_a_mesh_of_another_config_and_a_missing_one_are_refused() -> None:
