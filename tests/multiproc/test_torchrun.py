@@ -73,6 +73,7 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_on_every_layout_and_two_jobs_run_at_once(text: Path, tmp_path: Path) -> None:
     """Dropout is on. The first rank alone prints and writes; a checkpoint goes on with another number of ranks."""
     alone = subprocess.run(
