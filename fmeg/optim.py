@@ -1,5 +1,6 @@
 """Gradient transformations, the optimizers made of them, and learning-rate schedules: pure functions on trees."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def global_norm(tensors: Updates, specs: Specs = None, ctx: Ctx = None) -> Tenso
         raise ValueError("global_norm got a tree with 0 leaves, but needs at least 1: pass the gradients' tree")
     # Not linalg.vector_norm: in fp32 on CPUs it is half a percent off for tens of millions of elements.
     squares = [leaf.to(_at_least_fp32(leaf)).square().sum() for leaf in leaves]
-    widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
+    widest = functools.reduce(torch.promote_types, [square.dtype for square in squares])
     if ctx is None:
         return torch.stack([square.to(widest) for square in squares]).sum().sqrt()
     used = [tuple(a for a in ctx.mesh.names if a not in ctx.mesh.unused_axes(s.axes)) for s in tree.leaves(specs)]

@@ -96,7 +96,13 @@ def shard_state(state: TrainState, cfg: TransformerConfig, mesh: Mesh | None, *,
 
 
 def unshard_state(state: TrainState, cfg: TransformerConfig, mesh: Mesh | None, *, specs: Specs | None = None) -> TrainState:
-    """The state that a single device would hold; the inverse of `shard_state`. All ranks must call it."""
+    """The state that a single device would hold; the inverse of `shard_state`. All ranks must call it.
+
+    >>> from fmeg.optim import sgd
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=96)
+    >>> unshard_state(init_state(cfg, sgd(0.1)), cfg, None).step
+    tensor(0)
+    """
     specs = _state_specs(state, gpt_specs(cfg) if specs is None else specs)
     whole = on_mesh(lambda ctx, state: unshard_tree(state, specs, cfg, ctx), mesh)(state)
     return tree.map(lambda leaf: leaf[0], whole) if mesh is not None and mesh.simulated else whole
@@ -220,7 +226,7 @@ def _make_gradient(cfg: TransformerConfig, forward_step: ForwardStep) -> Callabl
 def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs) -> tuple[Params, Metrics]:
     """Add up over ranks and divide once by the number of tokens; without any token, loss and gradients are zero."""
     total = tree.map(lambda *parts: torch.stack(parts).sum(0), *sums) if len(sums) > 1 else sums[0]
-    if ctx is not None:
+    if ctx is not None and ctx.mesh.names:
         numbers, treedef = tree.flatten(total)
         widest = max((n.dtype for n in numbers), key=lambda dtype: dtype.itemsize)
         reduced = all_reduce(torch.stack([n.to(widest) for n in numbers]), ctx.mesh.names, ctx.mesh)

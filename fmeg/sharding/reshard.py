@@ -46,10 +46,12 @@ def reshard(x: Tensor, src: P, dst: P, ctx: Ctx) -> Tensor:
     gone = {axes: i for i, axes in enumerate(before) if axes and axes != after[i]}
     come = {axes: i for i, axes in enumerate(after) if axes and axes != before[i]}
     for axes, i in gone.items():
-        x = all_to_all(x, come[axes], i, axes, mesh) if axes in come else all_gather(x, i, axes, mesh)
+        # An all-to-all exchanges a sharded dimension and a whole one; where both are sharded it would mix up their orders.
+        if axes in come and not before[come[axes]] and not after[i]:
+            x = all_to_all(x, come.pop(axes), i, axes, mesh)
+        else:
+            x = all_gather(x, i, axes, mesh)
     for axes, i in come.items():
-        if axes in gone:
-            continue
         if set(axes) <= set(pending):
             x = reduce_scatter(x, i, axes, mesh)
             pending = [axis for axis in pending if axis not in axes]

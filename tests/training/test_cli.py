@@ -54,7 +54,7 @@ def test_megatron_spellings() -> None:
         bf16=True,
     )
     assert cfg.model == want
-    assert (cfg.train.num_microbatches, cfg.train.train_iters, cfg.optimizer.clip_grad) == (4, 9, 0.5)
+    assert (cfg.train.num_microbatches(), cfg.train.train_iters, cfg.optimizer.clip_grad) == (4, 9, 0.5)
 
 
 def test_other_types() -> None:
