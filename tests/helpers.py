@@ -56,3 +56,16 @@ def random_batch(cfg: fmeg.TransformerConfig, size: int = 4, length: int = 16, s
     tokens, labels = (torch.randint(cfg.vocab_size, (size, length), generator=generator) for _ in range(2))
     mask = (torch.rand((size, length), generator=generator) < 0.8).float()
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+
+def gradient_errors(grads: Any, want: Any, cfg: fmeg.TransformerConfig) -> dict[str, float]:
+    """The largest deviation of each leaf, relative to the leaf's largest value."""
+    errors = {}
+    for (path, g), (other, w) in zip(tree.flatten_with_path(grads), tree.flatten_with_path(want), strict=True):
+        assert path == other
+        scale = w.abs().max()
+        if path.endswith("attention/key/bias") and cfg.position_embedding_type != "rope":
+            # The same number added to all of a row's scores changes nothing: this gradient is rounding around zero.
+            scale = want["layers"]["dense"]["attention"]["query"]["bias"].abs().max()
+        errors[path] = ((g - w).abs().max() / scale).item()
+    return errors

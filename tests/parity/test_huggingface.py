@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gradient_errors
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -58,16 +59,3 @@ def test_loss_and_every_gradient(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(metrics["loss"].float(), oracle["loss"], rtol=LOSS, atol=0)
     for path, error in gradient_errors(grads, oracle_gradients(name, cfg, oracle), cfg).items():
         assert error < GRADIENT, f"{path}: {error}"
-
-
-def gradient_errors(grads: Any, want: Any, cfg: fmeg.TransformerConfig) -> dict[str, float]:
-    """The largest deviation of each leaf, relative to the leaf's largest value."""
-    errors = {}
-    for (path, g), (other, w) in zip(tree.flatten_with_path(grads), tree.flatten_with_path(want), strict=True):
-        assert path == other
-        scale = w.abs().max()
-        if path.endswith("attention/key/bias") and cfg.position_embedding_type != "rope":
-            # The same number added to all of a row's scores changes nothing: this gradient is rounding around zero.
-            scale = want["layers"]["dense"]["attention"]["query"]["bias"].abs().max()
-        errors[path] = ((g - w).abs().max() / scale).item()
-    return errors

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gradient_errors
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -298,16 +299,3 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name in want:
         assert got[name].dtype == want[name].dtype
         assert torch.equal(got[name], want[name]), name
-
-
-def gradient_errors(grads: Any, want: Any, cfg: fmeg.TransformerConfig) -> dict[str, float]:
-    """The largest deviation of each leaf, relative to the leaf's largest value."""
-    errors = {}
-    for (path, g), (other, w) in zip(tree.flatten_with_path(grads), tree.flatten_with_path(want), strict=True):
-        assert path == other
-        scale = w.abs().max()
-        if path.endswith("attention/key/bias") and cfg.position_embedding_type != "rope":
-            # The same number added to all of a row's scores changes nothing: this gradient is rounding around zero.
-            scale = want["layers"]["dense"]["attention"]["query"]["bias"].abs().max()
-        errors[path] = ((g - w).abs().max() / scale).item()
-    return errors
