@@ -110,7 +110,7 @@ def global_norm(tensors: Updates, specs: Specs = None, ctx: Ctx = None) -> Tenso
     total = torch.zeros((), dtype=widest, device=leaves[0].device)
     for axes in sorted(set(used)):
         part = torch.stack([sq.to(widest) for sq, mine in zip(squares, used, strict=True) if mine == axes]).sum()
-        total = total + (all_reduce(part, axes, ctx.mesh) if axes else part)
+        total = total + all_reduce(part, axes, ctx)
     return total.sqrt()
 
 

@@ -128,11 +128,7 @@ def reduce_grads(grads: Params, specs: Specs, ctx: Ctx) -> Params:
     if ctx is None:
         return grads
 
-    def reduce(grad: Tensor, spec: ParamSpec) -> Tensor:
-        axes = ctx.mesh.unused_axes(spec.axes)
-        return all_reduce(grad, axes, ctx.mesh) if axes else grad
-
-    return tree.map(reduce, grads, specs)
+    return tree.map(lambda grad, spec: all_reduce(grad, ctx.mesh.unused_axes(spec.axes), ctx), grads, specs)
 
 
 def shard_tree(params: Params, specs: Specs, ctx: Ctx) -> Params:

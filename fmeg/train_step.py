@@ -229,7 +229,7 @@ def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs) -> tuple[
     if ctx is not None and ctx.mesh.names:
         numbers, treedef = tree.flatten(total)
         widest = max((n.dtype for n in numbers), key=lambda dtype: dtype.itemsize)
-        reduced = all_reduce(torch.stack([n.to(widest) for n in numbers]), ctx.mesh.names, ctx.mesh)
+        reduced = all_reduce(torch.stack([n.to(widest) for n in numbers]), ctx.mesh.names, ctx)
         total = tree.unflatten(treedef, [r.to(n.dtype) for r, n in zip(reduced.unbind(0), numbers, strict=True)])
     count = torch.where(total.tokens > 0, total.tokens, 1.0)
     grads = tree.map(lambda g: g / count.to(g.dtype), reduce_grads(grad_sums, specs, ctx))

@@ -61,10 +61,10 @@ def _logsumexp(logits_BTV: Tensor, ctx: Ctx) -> Tensor:
     axes = () if ctx is None else ctx.mesh.axes_of("vocab")
     if ctx is None or not axes:
         return torch.logsumexp(logits_BTV, -1)
-    max_BT = all_reduce_max(logits_BTV.detach().amax(-1), axes, ctx.mesh)
+    max_BT = all_reduce_max(logits_BTV.detach().amax(-1), axes, ctx)
     sum_BT = (logits_BTV - max_BT[..., None]).exp().sum(-1)
     # Every rank computes the same from this sum, so that its cotangents are equal and need not be added up.
-    return all_reduce_of_equals(sum_BT, axes, ctx.mesh).log() + max_BT
+    return all_reduce_of_equals(sum_BT, axes, ctx).log() + max_BT
 
 
 def _label_logit(logits_BTV: Tensor, labels_BT: Tensor, ctx: Ctx) -> Tensor:

@@ -9,7 +9,8 @@
 
 Replicated values have unreduced cotangents here (a pending sum over ranks), which is what makes all_reduce its own dual.
 Real ranks communicate over process groups (torch's functional collectives, which compile). Simulated ranks are one
-`torch.func.vmap`: a collective's vmap rule sees all of them and communicates by arithmetic.
+`torch.func.vmap`: a collective's vmap rule sees all of them and communicates by arithmetic. The rank is an input of every
+collective, and of its backward, so that the rule runs on arrays and cotangents that are the same on every rank too.
 """
 
 from __future__ import annotations
@@ -20,41 +21,46 @@ import torch
 from torch import Tensor
 
 from fmeg.autodiff import apply_function
-from fmeg.sharding.mesh import Mesh
+from fmeg.sharding.mesh import Context, Mesh
 from fmeg.sharding.spec import Axes
 
 
-def all_reduce(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+def all_reduce(x: Tensor, axes: Axes, ctx: Context) -> Tensor:
     """The sum over the ranks of some axes, on each of them."""
-    return apply_function(_AllReduce, x, mesh, axes)
+    return _apply(_AllReduce, x, axes, ctx)
 
 
-def all_gather(x: Tensor, dim: int, axes: Axes, mesh: Mesh) -> Tensor:
+def all_gather(x: Tensor, dim: int, axes: Axes, ctx: Context) -> Tensor:
     """The ranks' arrays one after the other along `dim`, on each of them."""
-    return apply_function(_AllGather, x, mesh, axes, dim)
+    return _apply(_AllGather, x, axes, ctx, dim)
 
 
-def reduce_scatter(x: Tensor, dim: int, axes: Axes, mesh: Mesh) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, axes: Axes, ctx: Context) -> Tensor:
     """Each rank's part along `dim` of the sum over the ranks."""
-    return apply_function(_ReduceScatter, x, mesh, axes, dim)
+    return _apply(_ReduceScatter, x, axes, ctx, dim)
 
 
-def all_to_all(x: Tensor, split_dim: int, concat_dim: int, axes: Axes, mesh: Mesh) -> Tensor:
+def all_to_all(x: Tensor, split_dim: int, concat_dim: int, axes: Axes, ctx: Context) -> Tensor:
     """Each rank's part along `split_dim` of all ranks' arrays, one after the other along `concat_dim`."""
-    return apply_function(_AllToAll, x, mesh, axes, split_dim, concat_dim)
+    return _apply(_AllToAll, x, axes, ctx, split_dim, concat_dim)
 
 
-def all_reduce_of_equals(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+def all_reduce_of_equals(x: Tensor, axes: Axes, ctx: Context) -> Tensor:
     """all_reduce for a sum from which every rank goes on to compute the same share of one number.
 
     Its cotangents are then equal, and their sum, the dual all_reduce, is a multiplication.
     """
-    return apply_function(_AllReduceOfEquals, x, mesh, axes)
+    return _apply(_AllReduceOfEquals, x, axes, ctx)
 
 
-def all_reduce_max(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+def all_reduce_max(x: Tensor, axes: Axes, ctx: Context) -> Tensor:
     """The largest value over the ranks of some axes, on each of them. Has no derivative."""
-    return apply_function(_AllReduceMax, x, mesh, axes)
+    return _apply(_AllReduceMax, x, axes, ctx)
+
+
+def _apply(function: type[_Collective], x: Tensor, axes: Axes, ctx: Context, *dims: int) -> Tensor:
+    """Over no axes a rank is alone, and nothing happens."""
+    return apply_function(function, x, ctx.rank, ctx.mesh, axes, *dims) if axes else x
 
 
 class _Collective(torch.autograd.Function):
@@ -70,21 +76,29 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.mesh, ctx.axes, *ctx.dims = inputs
+        _, rank, ctx.mesh, ctx.axes, *ctx.dims = inputs
+        ctx.save_for_backward(rank)
+
+
+def forward_context(ctx: Any) -> Context:
+    """What a collective ran on, for its backward; `ctx` is autograd's."""
+    (rank,) = ctx.saved_tensors
+    return Context(ctx.mesh, rank)
 
 
 def _define(cls: type[_Collective]) -> type[_Collective]:
     """Add `forward` and `vmap`, which torch wants as static methods of each class."""
 
-    def forward(x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
+    def forward(x: Tensor, rank: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
         if mesh.simulated:
             raise ValueError("this mesh is simulated: call the program through on_mesh, which maps it over the ranks")
         return cls.real(x, mesh, axes, *dims)
 
-    def vmap(info: Any, in_dims: Any, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> tuple[Tensor, int]:
-        if not mesh.simulated:
-            return apply_function(cls, x.movedim(in_dims[0], 0), mesh, axes, *(dim + 1 for dim in dims)), 0
-        x = _split_ranks(x, in_dims[0], info.batch_size, mesh)
+    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> tuple[Tensor, int]:
+        x_dim, rank_dim, *_ = in_dims
+        if rank_dim is None:  # mapped over something else than the ranks
+            return apply_function(cls, x.movedim(x_dim, 0), rank, mesh, axes, *(dim + 1 for dim in dims)), 0
+        x = _split_ranks(x, x_dim, info.batch_size, mesh)
         return _join_ranks(cls.simulated(x, mesh, axes, *dims), mesh), 0
 
     cls.forward, cls.vmap = staticmethod(forward), staticmethod(vmap)  # type: ignore[method-assign]
@@ -99,18 +113,18 @@ class _AllReduce(_Collective):
 
     @classmethod
     def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
-        return x.sum(mesh.dims(axes), keepdim=True)
+        return x.sum(mesh.dims(axes), keepdim=True, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return all_reduce(g, ctx.axes, ctx.mesh), None, None
+        return all_reduce(g, ctx.axes, forward_context(ctx)), None, None, None
 
 
 @_define
 class _AllReduceOfEquals(_AllReduce):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return g * ctx.mesh.size(ctx.axes), None, None
+        return g * ctx.mesh.size(ctx.axes), None, None, None
 
 
 @_define
@@ -142,7 +156,7 @@ class _AllGather(_Collective):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return reduce_scatter(g, ctx.dims[0], ctx.axes, ctx.mesh), None, None, None
+        return reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)), None, None, None, None
 
 
 @_define
@@ -155,11 +169,11 @@ class _ReduceScatter(_Collective):
 
     @classmethod
     def simulated(cls, x: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
-        return _split_off(x.sum(mesh.dims(axes), keepdim=True), mesh, axes, *dims)
+        return _split_off(x.sum(mesh.dims(axes), keepdim=True, dtype=x.dtype), mesh, axes, *dims)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return all_gather(g, ctx.dims[0], ctx.axes, ctx.mesh), None, None, None
+        return all_gather(g, ctx.dims[0], ctx.axes, forward_context(ctx)), None, None, None, None
 
 
 @_define
@@ -180,7 +194,7 @@ class _AllToAll(_Collective):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         split_dim, concat_dim = ctx.dims
-        return all_to_all(g, concat_dim, split_dim, ctx.axes, ctx.mesh), None, None, None, None
+        return all_to_all(g, concat_dim, split_dim, ctx.axes, forward_context(ctx)), None, None, None, None, None
 
 
 _ops = torch.ops._c10d_functional
@@ -193,7 +207,7 @@ def _wait(x: Tensor) -> Tensor:
 def _split_ranks(x: Tensor, bdim: int | None, ranks: int, mesh: Mesh) -> Tensor:
     """[..., ranks at bdim, ...] to [size of each mesh axis, ...]."""
     if ranks != mesh.world_size:
-        raise ValueError(f"a mesh of {mesh.world_size} ranks is mapped over {ranks}: use on_mesh alone, without a vmap inside")
+        raise ValueError(f"a mesh of {mesh.world_size} ranks is mapped over {ranks}: call the program through on_mesh")
     x = x.expand(ranks, *x.shape) if bdim is None else x.movedim(bdim, 0)
     return x.unflatten(0, tuple(size for _, size in mesh.axes))
 

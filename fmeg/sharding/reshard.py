@@ -48,16 +48,16 @@ def reshard(x: Tensor, src: P, dst: P, ctx: Ctx) -> Tensor:
     for axes, i in gone.items():
         # An all-to-all exchanges a sharded dimension and a whole one; where both are sharded it would mix up their orders.
         if axes in come and not before[come[axes]] and not after[i]:
-            x = all_to_all(x, come.pop(axes), i, axes, mesh)
+            x = all_to_all(x, come.pop(axes), i, axes, ctx)
         else:
-            x = all_gather(x, i, axes, mesh)
+            x = all_gather(x, i, axes, ctx)
     for axes, i in come.items():
         if set(axes) <= set(pending):
-            x = reduce_scatter(x, i, axes, mesh)
+            x = reduce_scatter(x, i, axes, ctx)
             pending = [axis for axis in pending if axis not in axes]
         else:
             x = take_part(x, i, axes, ctx)
-    return all_reduce(x, tuple(pending), mesh) if pending else x
+    return all_reduce(x, tuple(pending), ctx)
 
 
 def take_part(x: Tensor, dim: int, axes: Axes, ctx: Context) -> Tensor:

@@ -274,7 +274,7 @@ def make_evaluation(cfg: RunConfig, mesh: Mesh | None) -> Callable[[Params, Tens
     def nll(ctx: Ctx, params: Params, batch: dict[str, Tensor]) -> Tensor:
         _, token_count, metrics = gpt_forward_step(params, take_batch(batch, ctx), cfg.model, ctx)
         sums = torch.stack((metrics["nll"].double(), token_count.double()))
-        return sums if ctx is None else all_reduce(sums, ctx.mesh.names, ctx.mesh)
+        return sums if ctx is None else all_reduce(sums, ctx.mesh.names, ctx)
 
     nll_step = on_mesh(nll, mesh, shared=(1,))
     batch_size = cfg.train.micro_batch_size * _data_parallel_size(mesh)

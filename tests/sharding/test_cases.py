@@ -15,14 +15,14 @@ from fmeg import tree
 from fmeg.layers.loss import cross_entropy
 from fmeg.params import ONES, ZEROS, ParamSpec
 from fmeg.sharding.mesh import Context, Mesh
-from fmeg.sharding.spec import TP
+from fmeg.sharding.spec import TP, TP_SP
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_of_four_logits(tp: int) -> None:
     """Logits 0, 1, 2, 3 and label 3: softmax 0.0320586, 0.0871443, 0.2368828, 0.6439143, loss -ln of the last."""
     cfg = small_config(vocab_size=4, make_vocab_size_divisible_by=1, tensor_model_parallel_size=tp)
-    mesh = fmeg.simulated_mesh(cfg) if tp > 1 else None
+    mesh = fmeg.simulated_mesh(cfg)
     logits = torch.arange(4.0, dtype=torch.float64).view(tp, 1, 1, 4 // tp)
 
     def run(ctx: Context | None, logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def test_cross_entropy_of_four_logits(tp: int) -> None:
         )
         return loss, gradient
 
-    loss, gradient = fmeg.on_mesh(run, mesh)(logits if mesh else logits[0])
+    loss, gradient = fmeg.on_mesh(run, mesh)(logits)
     assert loss.sum().item() == pytest.approx(0.4401897, abs=1e-7)
     wanted = [0.0320586, 0.0871443, 0.2368828, -0.3560857]
     assert gradient.flatten().tolist() == pytest.approx(wanted, abs=1e-7)
@@ -47,7 +47,7 @@ def token_losses(params: Any, batch: Any, cfg: Any, ctx: Any, *, key: Any = None
 def test_loss_is_a_sum_over_a_count_for_every_cut(dp: int, microbatches: int) -> None:
     """Token losses [4] and [1, 1, 1], in two rows and two rows without any: 1.75; gradients 6 and 3: 2.25."""
     cfg, specs = small_config(), {"w": ParamSpec((1,), fmeg.P("embed"), ONES)}
-    mesh = fmeg.simulated_mesh(cfg, data_parallel_size=dp) if dp > 1 else None
+    mesh = fmeg.simulated_mesh(cfg, data_parallel_size=dp)
     nothing = [9.0, 9.0, 9.0]
     batch = {
         "loss": torch.tensor([[4.0, 9.0, 9.0], nothing, [1.0, 1.0, 1.0], nothing]),
@@ -67,6 +67,23 @@ def test_loss_is_a_sum_over_a_count_for_every_cut(dp: int, microbatches: int) ->
         grads, metrics = step(fmeg.init_params(cfg, specs=specs, mesh=mesh), tree.map(lambda x: x[order], batch))  # noqa: B023
         assert (metrics["loss"].item(), metrics["num_tokens"].item()) == (1.75, 4.0)
         assert grads["w"].flatten().tolist() == [2.25] * dp
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_mesh_of_one_rank_computes_what_no_mesh_does(microbatches: int, sp: bool) -> None:
+    cfg = small_config(hidden_dropout=0.1, label_smoothing=0.1, z_loss_coeff=0.1, params_dtype=torch.float64)
+    mesh, batch, opt = Mesh((), TP_SP if sp else TP), random_batch(cfg), fmeg.adamw(0.1)
+    on_one = cfg.replace(sequence_parallel=sp)
+    assert sp or mesh == fmeg.simulated_mesh(cfg)
+    options: Any = {"compile": False, "key": fmeg.random.key(1), "num_microbatches": microbatches}
+    first = lambda tree_: tree.map(lambda leaf: leaf[0], tree_)  # noqa: E731
+    grads, metrics = fmeg.make_grad_step(on_one, mesh=mesh, **options)(fmeg.init_params(on_one, mesh=mesh), batch)
+    want = fmeg.make_grad_step(cfg, **options)(fmeg.init_params(cfg), batch)
+    assert_trees_equal((first(grads), metrics), want)
+    state, metrics = fmeg.make_train_step(on_one, opt, mesh=mesh, **options)(fmeg.init_state(on_one, opt, mesh=mesh), batch)
+    want_state, want_metrics = fmeg.make_train_step(cfg, opt, **options)(fmeg.init_state(cfg, opt), batch)
+    assert_trees_close((first(state), metrics), (want_state, want_metrics), rtol=RELATIVE[torch.float64])
 
 
 def test_global_norm_counts_every_element_of_the_whole_arrays_once() -> None:
@@ -116,7 +133,7 @@ def test_the_sizes_that_a_refusal_names_do_work() -> None:
 def test_an_id_outside_the_vocabulary_is_refused_alike(tp: int, name: str) -> None:
     """96 is a row of the padded table, on the second of two ranks, but no id."""
     cfg = small_config(tensor_model_parallel_size=tp)
-    mesh = fmeg.simulated_mesh(cfg) if tp > 1 else None
+    mesh = fmeg.simulated_mesh(cfg)
     params, batch = fmeg.init_params(cfg, mesh=mesh), random_batch(cfg)
     batch[name][1, 1], batch["loss_mask"][1, 1] = 96, 1
     message = rf"^{name} hold id 96, outside the vocabulary: must be in \[0, 96\)$"

@@ -15,7 +15,7 @@ from fmeg import random, train_step, tree
 from fmeg.layers import loss
 from fmeg.models import gpt
 from fmeg.sharding import collectives
-from fmeg.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from fmeg.sharding.collectives import all_gather, all_reduce, forward_context, reduce_scatter
 from fmeg.sharding.mesh import Context, Ctx, Mesh
 from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import TP, P
@@ -84,7 +84,7 @@ def repeated(ctx: Any, g: Tensor) -> Tensor:
 
 
 def other_axis(ctx: Any, g: Tensor) -> Tensor:
-    return all_reduce(g, ("dp",), ctx.mesh)
+    return all_reduce(g, ("dp",), forward_context(ctx))
 
 
 def skip(axis: str) -> Callable[[Patch], None]:
@@ -96,7 +96,7 @@ def skip(axis: str) -> Callable[[Patch], None]:
 
         def reduce(grad: Tensor, spec: fmeg.ParamSpec) -> Tensor:
             axes = tuple(a for a in ctx.mesh.unused_axes(spec.axes) if a != axis)
-            return all_reduce(grad, axes, ctx.mesh) if axes else grad
+            return all_reduce(grad, axes, ctx)
 
         return tree.map(reduce, grads, specs)
 
@@ -123,23 +123,28 @@ def local_positions(*dims: int) -> Callable[[Patch], None]:
 
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], bool]] = {
-    "all_reduce as identity": (backward("_AllReduce", lambda ctx, g: g, 2), False),
-    "all_reduce as a mean": (backward("_AllReduce", lambda ctx, g: all_reduce(g, ctx.axes, ctx.mesh) / ranks(ctx), 2), False),
-    "all_reduce over another axis": (backward("_AllReduce", other_axis, 2), False),
-    "all_reduce_of_equals as identity": (backward("_AllReduceOfEquals", lambda ctx, g: g, 2), False),
-    "all_reduce_of_equals as identity, sequence parallel": (backward("_AllReduceOfEquals", lambda ctx, g: g, 2), True),
-    "all_gather as a slice": (backward("_AllGather", first_part, 3), True),
+    "all_reduce as identity": (backward("_AllReduce", lambda ctx, g: g, 3), False),
+    "all_reduce as a mean": (
+        backward("_AllReduce", lambda ctx, g: all_reduce(g, ctx.axes, forward_context(ctx)) / ranks(ctx), 3),
+        False,
+    ),
+    "all_reduce over another axis": (backward("_AllReduce", other_axis, 3), False),
+    "all_reduce_of_equals as identity": (backward("_AllReduceOfEquals", lambda ctx, g: g, 3), False),
+    "all_reduce_of_equals as identity, sequence parallel": (backward("_AllReduceOfEquals", lambda ctx, g: g, 3), True),
+    "all_gather as a slice": (backward("_AllGather", first_part, 4), True),
     "all_gather as a mean": (
-        backward("_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, ctx.mesh) / ranks(ctx), 3),
+        backward("_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)) / ranks(ctx), 4),
         True,
     ),
     "all_gather in reverse": (
-        backward("_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, ctx.mesh).flip(ctx.dims[0]), 3),
+        backward(
+            "_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)).flip(ctx.dims[0]), 4
+        ),
         True,
     ),
-    "reduce_scatter as repetition": (backward("_ReduceScatter", repeated, 3), True),
+    "reduce_scatter as repetition": (backward("_ReduceScatter", repeated, 4), True),
     "reduce_scatter times the ranks": (
-        backward("_ReduceScatter", lambda ctx, g: all_gather(g, ctx.dims[0], ctx.axes, ctx.mesh) * ranks(ctx), 3),
+        backward("_ReduceScatter", lambda ctx, g: all_gather(g, ctx.dims[0], ctx.axes, forward_context(ctx)) * ranks(ctx), 4),
         True,
     ),
     "no sum over dp": (skip("dp"), False),
@@ -175,11 +180,11 @@ def test_a_mutation_is_seen(name: str, monkeypatch: Patch) -> None:
     "wrong",
     [
         lambda ctx, g: g.mT,
-        lambda ctx, g: collectives.all_to_all(g, ctx.dims[1], ctx.dims[0], ctx.axes, ctx.mesh).flip(0),
+        lambda ctx, g: collectives.all_to_all(g, ctx.dims[1], ctx.dims[0], ctx.axes, forward_context(ctx)).flip(0),
     ],
     ids=["transposed", "in reverse"],
 )
 def test_a_mutation_of_all_to_all_is_seen(wrong: Any, monkeypatch: Patch) -> None:
-    backward("_AllToAll", wrong, 4)(monkeypatch)
+    backward("_AllToAll", wrong, 5)(monkeypatch)
     with pytest.raises(AssertionError):
         check_all_to_all()
