@@ -10,6 +10,7 @@ from fmeg.config import (
     TransformerConfig,
     YarnRopeScaling,
 )
+from fmeg.explain import Collective, Explanation, explain
 from fmeg.jit import jit
 from fmeg.layers.transformer import (
     LayerSpec,
@@ -48,6 +49,8 @@ from fmeg.train_step import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Collective",
+    "Explanation",
     "LayerSpec",
     "Llama3RopeScaling",
     "Mesh",
@@ -68,6 +71,7 @@ __all__ = [
     "constant_schedule",
     "cosine_schedule",
     "count_params",
+    "explain",
     "from_hf",
     "from_megatron",
     "get_gpt_decoder_block_spec",

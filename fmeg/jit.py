@@ -34,6 +34,12 @@ class Traced(NamedTuple):
     constants: list[Tensor]
     """Tensors that the function closed over: further inputs of the graph, so that the graph is the same on every rank."""
 
+    @property
+    def outputs(self) -> Any:
+        """The function's result, with the graph's nodes in place of the tensors."""
+        nodes = iter(next(n for n in self.graph.graph.nodes if n.op == "output").args[0])
+        return tree.unflatten(self.treedef, [next(nodes) if leaf is None else leaf for leaf in self.leaves])
+
 
 def jit(fn: Callable[A, R], *, donate: Sequence[int] = ()) -> Jitted[A, R]:
     """A compiled `fn`, a pure function of trees of tensors. Positional arguments only.
@@ -67,9 +73,9 @@ class Jitted(Generic[A, R]):
         """How many graphs have been compiled so far."""
         return len(self._compiled)
 
-    def trace(self, *args: A.args, **kwargs: A.kwargs) -> GraphModule:
-        """The flat graph for these arguments, with the donated buffers written at its end."""
-        return _trace(self._fn, self._donate, args).graph
+    def trace(self, *args: A.args, **kwargs: A.kwargs) -> Traced:
+        """The flat graph for these arguments, with the donated buffers written at its end. Tensors may be fake."""
+        return _trace(self._fn, self._donate, args)
 
     def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
         if kwargs:
@@ -146,10 +152,16 @@ def _lift_constants(graph_module: GraphModule) -> list[Tensor]:
 
 def _share_equal_expressions(graph: GraphModule, tensors: list[Tensor]) -> GraphModule:
     """Compute equal expressions once; inductor alone would compute each. Only a graph that never writes in place allows it."""
-    functional = make_fx(torch.func.functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-    shared = CSEPass()(functional)
+    if any(_writes(node) for node in graph.graph.nodes):
+        graph = make_fx(torch.func.functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    shared = CSEPass()(graph)
     assert shared is not None  # a pass may return nothing by its type; this one never does
     return shared.graph_module
+
+
+def _writes(node: Node) -> bool:
+    """Whether an operation writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _check_donation(args: tuple[Any, ...], out: Any, donate: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmeg import random, tree
 from fmeg.autodiff import value_and_grad
 from fmeg.config import TransformerConfig
-from fmeg.jit import jit
+from fmeg.jit import Traced, jit
 from fmeg.layers.norm import at_least_fp32
 from fmeg.models.gpt import check_batch, gpt_forward_step, gpt_specs, init_params
 from fmeg.optim import Optimizer, apply_updates, global_norm
@@ -47,6 +47,18 @@ class TrainState(NamedTuple):
     step: Tensor
     params: Params
     opt_state: Any
+
+
+class Parts(NamedTuple):
+    """What a step is made of, each a function for one rank; the carry is a TrainState or parameters.
+
+    `inputs(carry, key) -> (params, key)`; `gradient(ctx, params, batch, key) -> (grads, Sums)` of one microbatch;
+    `finish(ctx, carry, grads, [Sums]) -> (carry, metrics)`.
+    """
+
+    inputs: Callable[..., tuple[Params, Tensor | None]]
+    gradient: Callable[..., tuple[Params, Sums]]
+    finish: Callable[..., tuple[Any, Metrics]]
 
 
 class Sums(NamedTuple):
@@ -134,7 +146,7 @@ def make_train_step(
     donate: bool = False,
     key: Tensor | None = None,
     check: Callable[[Batch, TransformerConfig], None] | None = check_batch,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Step:
     """`step(state, batch) -> (state, metrics)`.
 
     `batch`: tensors with a leading batch dimension, cut into `num_microbatches` equal parts. `key` turns dropout on; every
@@ -168,8 +180,8 @@ def make_train_step(
     def inputs(state: TrainState, key: Tensor | None) -> tuple[Params, Tensor | None]:
         return state.params, None if key is None else random.fold_in(key, state.step)
 
-    gradient = _make_gradient(cfg, forward_step)
-    return _compose(cfg, mesh, specs, gradient, inputs, finish, num_microbatches, compile, donate, key, check)
+    parts = Parts(inputs, _make_gradient(cfg, forward_step), finish)
+    return Step(cfg, mesh, specs, parts, num_microbatches, compile, donate, key, check)
 
 
 def make_grad_step(
@@ -182,7 +194,7 @@ def make_grad_step(
     compile: bool = True,
     key: Tensor | None = None,
     check: Callable[[Batch, TransformerConfig], None] | None = check_batch,
-) -> Callable[[Params, Batch], tuple[Params, Metrics]]:
+) -> Step:
     """`grad_step(params, batch) -> (grads, metrics)`: the gradients of the mean loss per token, before clipping.
 
     Arguments are those of `make_train_step`; `key` is used as it is. Gradients are in fp32 (fp64 for fp64 parameters).
@@ -202,8 +214,8 @@ def make_grad_step(
     def inputs(params: Params, key: Tensor | None) -> tuple[Params, Tensor | None]:
         return params, key
 
-    gradient = _make_gradient(cfg, forward_step)
-    return _compose(cfg, mesh, specs, gradient, inputs, finish, num_microbatches, compile, False, key, check)
+    parts = Parts(inputs, _make_gradient(cfg, forward_step), finish)
+    return Step(cfg, mesh, specs, parts, num_microbatches, compile, False, key, check)
 
 
 def _make_gradient(cfg: TransformerConfig, forward_step: ForwardStep) -> Callable[..., tuple[Params, Sums]]:
@@ -238,65 +250,86 @@ def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs) -> tuple[
     return grads, metrics
 
 
-def _compose(
-    cfg: TransformerConfig,
-    mesh: Mesh | None,
-    specs: Specs,
-    gradient: Callable[..., tuple[Params, Sums]],
-    inputs: Callable[..., tuple[Params, Tensor | None]],
-    finish: Callable[..., tuple[Any, Metrics]],
-    num_microbatches: int,
-    compile: bool,
-    donate: bool,
-    key: Tensor | None,
-    check: Callable[[Batch, TransformerConfig], None] | None,
-) -> Callable[[Any, Batch], tuple[Any, Metrics]]:
-    """Put the parts of a step together: one graph for one microbatch; else one graph that is run for each microbatch,
-    adding to donated gradients, between a graph that casts the parameters and a graph that finishes.
+class Step:
+    """A step that `make_train_step` or `make_grad_step` has made: `step(carry, batch) -> (carry, metrics)`.
+
+    One graph for one microbatch; else one graph that is run for each microbatch, adding to donated gradients, between a
+    graph that casts the parameters and a graph that finishes.
     """
-    compiled = jit if compile else (lambda fn, donate=(): fn)
-    donated = (0,) if donate else ()
 
-    def begin(ctx: Ctx, carry: Any, key: Tensor | None) -> tuple[Params, Tensor | None]:
-        params, key = inputs(carry, key)
-        return cast_to_compute(params, specs, cfg), key
+    def __init__(
+        self,
+        cfg: TransformerConfig,
+        mesh: Mesh | None,
+        specs: Specs,
+        parts: Parts,
+        num_microbatches: int,
+        compile: bool,
+        donate: bool,
+        key: Tensor | None,
+        check: Callable[[Batch, TransformerConfig], None] | None,
+    ) -> None:
+        self._cfg, self._mesh, self._specs, self._parts = cfg, mesh, specs, parts
+        self._num_microbatches, self._key, self._check = num_microbatches, key, check
+        compiled = jit if compile else (lambda fn, donate=(): fn)
+        donated = (0,) if donate else ()
 
-    def whole(ctx: Ctx, carry: Any, batch: Batch, key: Tensor | None) -> tuple[Any, Metrics]:
-        params, key = begin(ctx, carry, key)
-        grads, sums = gradient(ctx, params, batch, key)
-        return finish(ctx, carry, grads, [sums])
+        def begin(ctx: Ctx, carry: Any, key: Tensor | None) -> tuple[Params, Tensor | None]:
+            params, key = parts.inputs(carry, key)
+            return cast_to_compute(params, specs, cfg), key
 
-    def accumulate(ctx: Ctx, total: Params, params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
-        grads, sums = gradient(ctx, params, batch, key)
-        return tree.map(torch.add, total, grads), sums
+        def whole(ctx: Ctx, carry: Any, batch: Batch, key: Tensor | None) -> tuple[Any, Metrics]:
+            params, key = begin(ctx, carry, key)
+            grads, sums = parts.gradient(ctx, params, batch, key)
+            return parts.finish(ctx, carry, grads, [sums])
 
-    run_whole = compiled(on_mesh(whole, mesh, shared=(1, 2)), donate=donated)
-    run_begin = compiled(on_mesh(begin, mesh, shared=(1,)))
-    run_accumulate = compiled(on_mesh(accumulate, mesh, shared=(2,)), donate=(0,))
-    run_finish = compiled(on_mesh(finish, mesh), donate=donated)
+        def accumulate(ctx: Ctx, total: Params, params: Params, batch: Batch, key: Tensor | None) -> tuple[Params, Sums]:
+            grads, sums = parts.gradient(ctx, params, batch, key)
+            return tree.map(torch.add, total, grads), sums
 
-    def step(carry: Any, batch: Batch) -> tuple[Any, Metrics]:
-        params, _ = inputs(carry, None)
-        check_params(params, specs, mesh)
-        if check is not None:
-            check(batch, cfg)
-        if key is not None and "rows" not in batch:
-            batch = batch | {"rows": torch.arange(_batch_size(batch), device=key.device)}
-        microbatches = _cut(batch, num_microbatches, mesh)
-        if num_microbatches == 1:
-            carry, metrics = run_whole(carry, batch, key)
+        self._whole = compiled(on_mesh(whole, mesh, shared=(1, 2)), donate=donated)
+        self._begin = compiled(on_mesh(begin, mesh, shared=(1,)))
+        self._accumulate = compiled(on_mesh(accumulate, mesh, shared=(2,)), donate=(0,))
+        self._finish = compiled(on_mesh(parts.finish, mesh), donate=donated)
+
+    def __call__(self, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
+        microbatches = self._microbatches(carry, batch)
+        if len(microbatches) == 1:
+            carry, metrics = self._whole(carry, microbatches[0], self._key)
         else:
-            compute_params, step_key = run_begin(carry, key)
-            grads = tree.map(lambda p: torch.zeros_like(p, dtype=at_least_fp32(p[:0]).dtype), params)
+            params, key = self._begin(carry, self._key)
+            grads = self._zero_grads(carry)
             sums = []
             for microbatch in microbatches:
-                grads, one = run_accumulate(grads, compute_params, microbatch, step_key)
+                grads, one = self._accumulate(grads, params, microbatch, key)
                 sums.append(one)
-            carry, metrics = run_finish(carry, grads, sums)
+            carry, metrics = self._finish(carry, grads, sums)
         # Metrics are equal on all ranks: of simulated ones the first's are shown.
-        return carry, tree.map(lambda m: m[0], metrics) if mesh is not None and mesh.simulated else metrics
+        return carry, tree.map(lambda m: m[0], metrics) if self._mesh is not None and self._mesh.simulated else metrics
 
-    return step
+    def trace(self, carry: Any, batch: Batch) -> tuple[Traced, Traced]:
+        """The graphs of one microbatch's gradient, `(grads, Sums)`, and of what follows the last one, `(carry, metrics)`.
+
+        Of a compiled step, on real ranks or planned ones; tensors without storage (fake ones) do.
+        """
+        microbatches = self._microbatches(carry, batch)
+        params, key = self._begin(carry, self._key)
+        gradient = self._accumulate.trace(self._zero_grads(carry), params, microbatches[0], key)
+        grads, sums = tree.map(lambda node: node.meta["val"], gradient.outputs)
+        return gradient, self._finish.trace(carry, grads, [sums] * len(microbatches))
+
+    def _microbatches(self, carry: Any, batch: Batch) -> list[Batch]:
+        params, _ = self._parts.inputs(carry, None)
+        check_params(params, self._specs, self._mesh)
+        if self._check is not None:
+            self._check(batch, self._cfg)
+        if self._key is not None and "rows" not in batch:
+            batch = batch | {"rows": torch.arange(_batch_size(batch), device=self._key.device)}
+        return _cut(batch, self._num_microbatches, self._mesh)
+
+    def _zero_grads(self, carry: Any) -> Params:
+        params, _ = self._parts.inputs(carry, None)
+        return tree.map(lambda p: torch.zeros_like(p, dtype=at_least_fp32(p[:0]).dtype), params)
 
 
 def _batch_size(batch: Batch) -> int:

@@ -195,7 +195,7 @@ def test_parameters_are_cast_once_per_step() -> None:
     def forward(params: Any, batch: Any) -> Tensor:
         return fmeg.gpt_forward_step(params, batch, cfg, None)[0]
 
-    graph = fmeg.jit(forward).trace(params, batch).graph
+    graph = fmeg.jit(forward).trace(params, batch).graph.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"][: len(tree.leaves(params))]
     for node, spec in zip(inputs, tree.leaves(specs), strict=True):
         casts = [user for user in node.users if user.target == torch.ops.aten._to_copy.default]

@@ -148,6 +148,20 @@ def simulated_mesh(cfg: TransformerConfig, *, data_parallel_size: int = 1) -> Me
     return Mesh(tuple((name, size) for name, size in axes if size > 1), TP_SP if cfg.sequence_parallel else TP)
 
 
+def planned_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of a process of many that do not run: what is traced on it, without data, is what each of them would do.
+
+    >>> planned_mesh(Mesh((("dp", 512), ("tp", 8)), TP)).group(("dp", "tp"))
+    'dp-tp'
+    """
+    return replace(mesh, groups=tuple((axes, "-".join(axes)) for axes in _choices(mesh.names)), rank=torch.tensor(0))
+
+
+def _choices(names: Axes) -> list[Axes]:
+    """Every choice of some of the axes."""
+    return [axes for n in range(1, len(names) + 1) for axes in itertools.combinations(names, n)]
+
+
 def make_mesh(cfg: TransformerConfig, *, timeout_seconds: float = 600.0) -> Mesh | None:
     """The mesh of the processes that torchrun started, tensor parallelism fastest, the rest data parallelism.
 
@@ -173,8 +187,7 @@ def make_mesh(cfg: TransformerConfig, *, timeout_seconds: float = 600.0) -> Mesh
     if not mesh.axes:
         return None
     ranks = torch.arange(world).view([size for _, size in mesh.axes])
-    choices = [axes for n in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.names, n)]
-    groups = tuple((axes, _join_group(ranks, mesh.dims(axes), axes)) for axes in choices)
+    groups = tuple((axes, _join_group(ranks, mesh.dims(axes), axes)) for axes in _choices(mesh.names))
     return replace(mesh, groups=groups, rank=torch.tensor(dist.get_rank()))
 
 
