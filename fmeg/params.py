@@ -17,7 +17,7 @@ from fmeg import random, tree
 from fmeg.config import TransformerConfig
 from fmeg.sharding.collectives import all_reduce
 from fmeg.sharding.mesh import Ctx, Mesh
-from fmeg.sharding.reshard import reshard
+from fmeg.sharding.reshard import own_copy, reshard
 from fmeg.sharding.spec import P
 
 Specs = Any
@@ -84,6 +84,17 @@ class ParamSpec:
             raise ValueError(f"a padded parameter cannot be stacked: {self}")
         return dataclasses.replace(self, shape=(n, *self.shape), axes=P("layers", *self.axes))
 
+    def unstacked(self) -> ParamSpec:
+        """One of the layers of a stack: the inverse of `stacked`."""
+        return dataclasses.replace(self, shape=self.shape[1:], axes=P(*self.axes[1:]))
+
+    def held_shape(self, mesh: Mesh | None) -> tuple[int, ...]:
+        """The shape in memory of one rank's part, with all ranks in front where they are simulated."""
+        if mesh is None:
+            return self.stored
+        local = mesh.local_shape(self.stored, self.axes)
+        return (mesh.world_size, *local) if mesh.simulated else local
+
 
 def stack(specs: Specs, n: int) -> Specs:
     """Every spec of a tree stacked `n` times."""
@@ -133,14 +144,21 @@ def reduce_grads(grads: Params, specs: Specs, ctx: Ctx) -> Params:
 
 def shard_tree(params: Params, specs: Specs, ctx: Ctx) -> Params:
     """This rank's parts of a tree that a single device would hold, padded as `specs` say."""
+    return tree.map(lambda leaf, spec: shard_leaf(leaf, spec, ctx), params, specs)
 
-    def shard(leaf: Tensor, spec: ParamSpec) -> Tensor:
-        if not spec.shape:
-            return leaf
+
+def shard_leaf(leaf: Tensor, spec: ParamSpec, ctx: Ctx) -> Tensor:
+    """This rank's part of one array, in memory of its own: the whole array is not kept, nor written to by a donation.
+
+    On a single device the part is the whole, and may be the same memory.
+    """
+    if spec.shape:
         leaf = _repad(leaf, spec.shape[0], spec.stored[0])
+    if ctx is None:
+        return leaf
+    if any(ctx.mesh.axes_of(axis) for axis in spec.axes):
         return reshard(leaf, P(*[None] * leaf.ndim), spec.axes, ctx)
-
-    return tree.map(shard, params, specs)
+    return own_copy(leaf, ctx)
 
 
 def unshard_tree(params: Params, specs: Specs, cfg: TransformerConfig, ctx: Ctx) -> Params:
@@ -181,13 +199,7 @@ def check_params(params: Params, specs: Specs, mesh: Mesh | None = None) -> None
     On a simulated mesh every leaf has the ranks as its first dimension.
     """
 
-    def shape(spec: ParamSpec) -> tuple[int, ...]:
-        if mesh is None:
-            return spec.stored
-        local = mesh.local_shape(spec.stored, spec.axes)
-        return (mesh.world_size, *local) if mesh.simulated else local
-
-    want = {path: shape(spec) for path, spec in tree.flatten_with_path(specs)}
+    want = {path: spec.held_shape(mesh) for path, spec in tree.flatten_with_path(specs)}
     have = {path: tuple(leaf.shape) for path, leaf in tree.flatten_with_path(params)}
     missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
     if missing or unexpected:

@@ -21,9 +21,9 @@ from fmeg.checkpoint.hf_config import Architecture, config_from_hf, find_archite
 from fmeg.checkpoint.hf_export import choose_architecture, config_to_hf
 from fmeg.checkpoint.mapping import Entry, Family, Rule, entries, listed, read, write
 from fmeg.config import DTYPES, TransformerConfig
-from fmeg.models.gpt import gpt_specs, shard_params, unshard_params
+from fmeg.models.gpt import gpt_specs, unshard_params
 from fmeg.params import Params, check_params
-from fmeg.sharding.mesh import Mesh, check_is_mesh
+from fmeg.sharding.mesh import Mesh, check_is_mesh, check_mesh
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -35,7 +35,8 @@ def from_hf(path: str | PathLike[str], *, mesh: Mesh | None = None) -> tuple[Tra
 
     `path` holds config.json, in the spelling of transformers 5 or before, and model.safetensors, or its shards and
     their index. Parameters keep the files' dtype, the widest where they have several. Nothing is downloaded. On a mesh, the
-    config has its layout, and the parameters are its ranks' parts.
+    config has its layout, and the parameters are its ranks' parts; each rank reads every tensor, one at a time, and keeps its
+    part.
 
     Errors: ValueError in one line for files that are missing or damaged, architectures and options that fmeg does not
     have, and missing, unexpected or misshapen tensors.
@@ -59,16 +60,15 @@ def from_hf(path: str | PathLike[str], *, mesh: Mesh | None = None) -> tuple[Tra
     with _open_tensors(directory) as files:
         names = _full_names(files, family)
         cfg = config_from_hf(raw, _widest_dtype(names, files, directory), where)
+        if mesh is not None:
+            cfg = mesh.layout_of(cfg)
+            check_mesh(cfg, mesh)
 
         def fetch(name: str) -> torch.Tensor:
             with _one_line_errors(directory):
                 return files[name].get_tensor(name)
 
-        params = read(cfg, family, names, fetch, str(directory))
-    if mesh is None:
-        return cfg, params
-    cfg = mesh.layout_of(cfg)
-    return cfg, shard_params(params, cfg, mesh)
+        return cfg, read(cfg, family, names, fetch, str(directory), mesh)
 
 
 def to_hf(

@@ -6,6 +6,7 @@ shapes and the conversion of gradients all come from the same line.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,9 @@ from fmeg import tree
 from fmeg.config import TransformerConfig
 from fmeg.layers.transformer import get_gpt_decoder_block_spec, group_layers
 from fmeg.models.gpt import gpt_specs
-from fmeg.params import Params, ParamSpec
+from fmeg.params import Params, ParamSpec, shard_leaf
+from fmeg.sharding.mesh import Ctx, Mesh
+from fmeg.sharding.reshard import on_mesh
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -92,9 +95,14 @@ class Slot(NamedTuple):
     spec: ParamSpec
 
     @property
+    def part(self) -> ParamSpec:
+        """The spec of what is there."""
+        return self.spec if self.layer is None else self.spec.unstacked()
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape without padding."""
-        return self.spec.shape if self.layer is None else self.spec.shape[1:]
+        return self.part.shape
 
 
 class Entry(NamedTuple):
@@ -138,9 +146,16 @@ def _entry(
 
 
 def read(
-    cfg: TransformerConfig, family: Family, names: Mapping[str, str], fetch: Callable[[str], Tensor], where: str
+    cfg: TransformerConfig,
+    family: Family,
+    names: Mapping[str, str],
+    fetch: Callable[[str], Tensor],
+    where: str,
+    mesh: Mesh | None = None,
 ) -> Params:
     """Parameters from foreign tensors, one at a time. `names`: the family's names to those that `fetch` knows.
+
+    On a mesh each tensor is cut into its ranks' parts as soon as it is read, so that one is whole at a time.
 
     Errors: ValueError that starts with `where`, for missing or unexpected names, other shapes, or dtypes that
     cfg.params_dtype cannot hold exactly.
@@ -149,6 +164,7 @@ def read(
     names = _without_tied_head(cfg, family, names, fetch, where)
     _check_names({entry.name for entry in plan}, names, where)
     out: dict[str, Tensor] = {}
+    layers_dim = 1 if mesh is not None and mesh.simulated else 0
     for entry in plan:
         x = fetch(names[entry.name])
         if family.padded_vocab and entry.slots[0].spec.axes[0] == "vocab":
@@ -156,9 +172,15 @@ def read(
         _check_tensor(entry, x, cfg, where)
         for slot, part in zip(entry.slots, entry.rule.split(x, _sizes(cfg)), strict=True):
             if slot.path not in out:
-                out[slot.path] = torch.zeros(slot.spec.stored, dtype=cfg.params_dtype, device=x.device)
-            _view(out[slot.path], slot).copy_(part)
+                out[slot.path] = torch.empty(slot.spec.held_shape(mesh), dtype=cfg.params_dtype, device=x.device)
+            held = out[slot.path] if slot.layer is None else out[slot.path].select(layers_dim, slot.layer)
+            held.copy_(on_mesh(functools.partial(_shard, slot), mesh, shared=(0,))(part))
+        del x, part  # before the next tensor is read
     return tree.from_paths(out)
+
+
+def _shard(slot: Slot, ctx: Ctx, part: Tensor) -> Tensor:
+    return shard_leaf(part, slot.part, ctx)
 
 
 def write(cfg: TransformerConfig, params: Mapping[str, Tensor], entry: Entry) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fmeg import tree
 from fmeg.checkpoint.mapping import Family, Rule, entries, read, write
 from fmeg.config import TransformerConfig
-from fmeg.models.gpt import gpt_specs, shard_params
+from fmeg.models.gpt import gpt_specs
 from fmeg.params import Params, check_params
 from fmeg.sharding.mesh import Mesh, check_mesh
 
@@ -19,8 +19,8 @@ def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh
     """Parameters from a state dict with megatron-core's names, of a GPT without tensor or pipeline parallelism.
 
     Takes the names of local layers and of Transformer Engine's (`linear_qkv.layer_norm_weight`), skips `_extra_state`,
-    and cuts a padded vocabulary. On a mesh, its ranks' parts. Gradients convert alike. Tensors are copied, and widened to
-    cfg.params_dtype.
+    and cuts a padded vocabulary. On a mesh, its ranks' parts, each tensor cut before the next one is asked for. Gradients
+    convert alike. Tensors are copied, and widened to cfg.params_dtype.
 
     Errors: ValueError for missing or unexpected names, other shapes, or dtypes that cfg.params_dtype cannot hold.
 
@@ -31,7 +31,6 @@ def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh
     torch.Size([1, 8, 2, 4])
     """
     check_mesh(cfg, mesh)
-    alone = cfg.on_one_device()
     names: dict[str, str] = {}
     for actual in state_dict:
         if actual.endswith(("_extra_state", "rotary_pos_emb.inv_freq")):
@@ -40,8 +39,7 @@ def from_megatron(state_dict: Mapping[str, Any], cfg: TransformerConfig, *, mesh
         if name in names:
             raise ValueError(f"the state dict holds {name} twice, as {names[name]} and {actual}: remove one of them")
         names[name] = actual
-    params = read(alone, megatron_family(alone), names, state_dict.__getitem__, "the state dict")
-    return params if mesh is None else shard_params(params, cfg, mesh)
+    return read(cfg, megatron_family(cfg), names, state_dict.__getitem__, "the state dict", mesh)
 
 
 def to_megatron(params: Params, cfg: TransformerConfig) -> dict[str, Tensor]:

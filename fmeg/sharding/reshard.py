@@ -70,6 +70,11 @@ def take_part(x: Tensor, dim: int, axes: Axes, ctx: Context) -> Tensor:
     return x.index_select(dim, places)
 
 
+def own_copy(x: Tensor, ctx: Context) -> Tensor:
+    """A rank's own copy of an array that all ranks have alike: its part over no axes, for each of simulated ranks too."""
+    return take_part(x.unsqueeze(0), 0, (), ctx).squeeze(0)
+
+
 def take_batch(batch: Any, ctx: Ctx) -> Any:
     """This rank's sequences of a global batch, a tree of arrays with the batch first."""
     axes = () if ctx is None else ctx.mesh.axes_of("batch")
