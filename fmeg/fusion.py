@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -10,10 +12,10 @@ def materialize(x: Tensor) -> Tensor:
 
     Inductor inlines cheap-looking elementwise values into each user's loop. For a power or a cosine that every element of
     a large array would repeat, and for long chains of integer operations, whose inlined copies multiply, that is slow
-    to run or to compile. Eager code is not affected.
+    to run or to compile. Eager code gets `x` back: a view for each round of a draw is a fifth of the draw's time.
 
-    >>> import torch
     >>> materialize(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
-    return x.as_strided(x.shape, x.stride())
+    traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
+    return x.as_strided(x.shape, x.stride()) if traced else x

@@ -15,6 +15,7 @@ collective, and of its backward, so that the rule runs on arrays and cotangents 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +61,16 @@ def all_reduce_max(x: Tensor, axes: Axes, ctx: Context) -> Tensor:
 
 def _apply(function: type[_Collective], x: Tensor, axes: Axes, ctx: Context, *dims: int) -> Tensor:
     """Over no axes a rank is alone, and nothing happens."""
-    return apply_function(function, x, ctx.rank, ctx.mesh, axes, *dims) if axes else x
+    return apply_function(function, x, ctx.rank, _Over(ctx.mesh, axes, dims)) if axes else x
+
+
+@dataclass(frozen=True)
+class _Over:
+    """What a collective does besides its array, as one thing: functorch walks through all arguments many times a call."""
+
+    mesh: Mesh
+    axes: Axes
+    dims: tuple[int, ...]
 
 
 class _Collective(torch.autograd.Function):
@@ -76,7 +86,8 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, rank, ctx.mesh, ctx.axes, *ctx.dims = inputs
+        _, rank, over = inputs
+        ctx.mesh, ctx.axes, ctx.dims = over.mesh, over.axes, over.dims
         ctx.save_for_backward(rank)
 
 
@@ -89,17 +100,18 @@ def forward_context(ctx: Any) -> Context:
 def _define(cls: type[_Collective]) -> type[_Collective]:
     """Add `forward` and `vmap`, which torch wants as static methods of each class."""
 
-    def forward(x: Tensor, rank: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> Tensor:
-        if mesh.simulated:
+    def forward(x: Tensor, rank: Tensor, over: _Over) -> Tensor:
+        if over.mesh.simulated:
             raise ValueError("this mesh is simulated: call the program through on_mesh, which maps it over the ranks")
-        return cls.real(x, mesh, axes, *dims)
+        return cls.real(x, over.mesh, over.axes, *over.dims)
 
-    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor, mesh: Mesh, axes: Axes, *dims: int) -> tuple[Tensor, int]:
-        x_dim, rank_dim, *_ = in_dims
+    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor, over: _Over) -> tuple[Tensor, int]:
+        x_dim, rank_dim, _ = in_dims
         if rank_dim is None:  # mapped over something else than the ranks
-            return apply_function(cls, x.movedim(x_dim, 0), rank, mesh, axes, *(dim + 1 for dim in dims)), 0
-        x = _split_ranks(x, x_dim, info.batch_size, mesh)
-        return _join_ranks(cls.simulated(x, mesh, axes, *dims), mesh), 0
+            inner = replace(over, dims=tuple(dim + 1 for dim in over.dims))
+            return apply_function(cls, x.movedim(x_dim, 0), rank, inner), 0
+        x = _split_ranks(x, x_dim, info.batch_size, over.mesh)
+        return _join_ranks(cls.simulated(x, over.mesh, over.axes, *over.dims), over.mesh), 0
 
     cls.forward, cls.vmap = staticmethod(forward), staticmethod(vmap)  # type: ignore[method-assign]
     return cls
@@ -117,14 +129,14 @@ class _AllReduce(_Collective):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return all_reduce(g, ctx.axes, forward_context(ctx)), None, None, None
+        return all_reduce(g, ctx.axes, forward_context(ctx)), None, None
 
 
 @_define
 class _AllReduceOfEquals(_AllReduce):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return g * ctx.mesh.size(ctx.axes), None, None, None
+        return g * ctx.mesh.size(ctx.axes), None, None
 
 
 @_define
@@ -156,7 +168,7 @@ class _AllGather(_Collective):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)), None, None, None, None
+        return reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)), None, None
 
 
 @_define
@@ -173,7 +185,7 @@ class _ReduceScatter(_Collective):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return all_gather(g, ctx.dims[0], ctx.axes, forward_context(ctx)), None, None, None, None
+        return all_gather(g, ctx.dims[0], ctx.axes, forward_context(ctx)), None, None
 
 
 @_define
@@ -194,7 +206,7 @@ class _AllToAll(_Collective):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         split_dim, concat_dim = ctx.dims
-        return all_to_all(g, concat_dim, split_dim, ctx.axes, forward_context(ctx)), None, None, None, None, None
+        return all_to_all(g, concat_dim, split_dim, ctx.axes, forward_context(ctx)), None, None
 
 
 _ops = torch.ops._c10d_functional

@@ -61,11 +61,11 @@ def check_all_to_all() -> None:
     assert_trees_close(parts.flatten(0, 1), 2 * w * x, rtol=RELATIVE[torch.float64])
 
 
-def backward(name: str, wrong: Callable[[Any, Tensor], Tensor], unused: int) -> Callable[[Patch], None]:
-    """A collective's backward replaced; `unused`: how many further arguments its forward has."""
+def backward(name: str, wrong: Callable[[Any, Tensor], Tensor]) -> Callable[[Patch], None]:
+    """A collective's backward replaced."""
 
     def apply(patch: Patch) -> None:
-        patch.setattr(getattr(collectives, name), "backward", staticmethod(lambda ctx, g: (wrong(ctx, g), *[None] * unused)))
+        patch.setattr(getattr(collectives, name), "backward", staticmethod(lambda ctx, g: (wrong(ctx, g), None, None)))
 
     return apply
 
@@ -123,28 +123,26 @@ def local_positions(*dims: int) -> Callable[[Patch], None]:
 
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], bool]] = {
-    "all_reduce as identity": (backward("_AllReduce", lambda ctx, g: g, 3), False),
+    "all_reduce as identity": (backward("_AllReduce", lambda ctx, g: g), False),
     "all_reduce as a mean": (
-        backward("_AllReduce", lambda ctx, g: all_reduce(g, ctx.axes, forward_context(ctx)) / ranks(ctx), 3),
+        backward("_AllReduce", lambda ctx, g: all_reduce(g, ctx.axes, forward_context(ctx)) / ranks(ctx)),
         False,
     ),
-    "all_reduce over another axis": (backward("_AllReduce", other_axis, 3), False),
-    "all_reduce_of_equals as identity": (backward("_AllReduceOfEquals", lambda ctx, g: g, 3), False),
-    "all_reduce_of_equals as identity, sequence parallel": (backward("_AllReduceOfEquals", lambda ctx, g: g, 3), True),
-    "all_gather as a slice": (backward("_AllGather", first_part, 4), True),
+    "all_reduce over another axis": (backward("_AllReduce", other_axis), False),
+    "all_reduce_of_equals as identity": (backward("_AllReduceOfEquals", lambda ctx, g: g), False),
+    "all_reduce_of_equals as identity, sequence parallel": (backward("_AllReduceOfEquals", lambda ctx, g: g), True),
+    "all_gather as a slice": (backward("_AllGather", first_part), True),
     "all_gather as a mean": (
-        backward("_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)) / ranks(ctx), 4),
+        backward("_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)) / ranks(ctx)),
         True,
     ),
     "all_gather in reverse": (
-        backward(
-            "_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)).flip(ctx.dims[0]), 4
-        ),
+        backward("_AllGather", lambda ctx, g: reduce_scatter(g, ctx.dims[0], ctx.axes, forward_context(ctx)).flip(ctx.dims[0])),
         True,
     ),
-    "reduce_scatter as repetition": (backward("_ReduceScatter", repeated, 4), True),
+    "reduce_scatter as repetition": (backward("_ReduceScatter", repeated), True),
     "reduce_scatter times the ranks": (
-        backward("_ReduceScatter", lambda ctx, g: all_gather(g, ctx.dims[0], ctx.axes, forward_context(ctx)) * ranks(ctx), 4),
+        backward("_ReduceScatter", lambda ctx, g: all_gather(g, ctx.dims[0], ctx.axes, forward_context(ctx)) * ranks(ctx)),
         True,
     ),
     "no sum over dp": (skip("dp"), False),
@@ -185,6 +183,6 @@ def test_a_mutation_is_seen(name: str, monkeypatch: Patch) -> None:
     ids=["transposed", "in reverse"],
 )
 def test_a_mutation_of_all_to_all_is_seen(wrong: Any, monkeypatch: Patch) -> None:
-    backward("_AllToAll", wrong, 5)(monkeypatch)
+    backward("_AllToAll", wrong)(monkeypatch)
     with pytest.raises(AssertionError):
         check_all_to_all()
