@@ -454,7 +454,7 @@ def head_text(results: dict[str, Any]) -> str:
 - {machine["system"]}, Python {machine["python"]}, {versions}
 - {machine["date"]}, commit {machine["commit"]}, load average at the start {machine["load_average"]:.2f}
 - {import_text}
-- {config["rounds"]} rounds of {config["steps"]} steps, fewer for a peer that would take over {config["seconds_per_peer"]:g} s; numbers are
+- {config["rounds"]} rounds of {config["steps"]} steps, fewer for a peer that would take over {config["seconds_per_peer"]:g} s;
   medians over rounds
 - FLOP per token: {results["flops_per_token"]}
 - speed and CPU: fmeg's over the peer's, the median of the ratios within a round (smallest to largest). CPU: user and system
