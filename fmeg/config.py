@@ -158,6 +158,9 @@ class TransformerConfig(ModelParallelConfig):
     """Which layers use the window: n skips it in every n-th layer; a tuple of 0/1 says for each layer whether it is used."""
     attention_backend: Literal["auto", "fused", "unfused"] = "auto"
     """fused: torch's flash kernel. unfused: plain products, differentiable in every mode. auto: fused unless dropout is on."""
+    matmul_kernel: Literal["auto", "torch", "onednn", "fp32"] = "auto"
+    """How a CPU multiplies matrices. torch: its own choice. onednn: fp32 through oneDNN. fp32: bf16 by way of fp32, for CPUs
+    without bf16 instructions. auto: the fastest, measured when a step is made."""
 
     # positions
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
@@ -206,6 +209,7 @@ class TransformerConfig(ModelParallelConfig):
             _check_rotary,
             _check_rates,
             _check_attention_backend,
+            _check_matmul_kernel,
         ):
             check(self)
 
@@ -453,6 +457,15 @@ def _check_attention_backend(cfg: TransformerConfig) -> None:
         raise ValueError(
             f"attention_backend 'fused' has no keyed dropout, but attention_dropout is {cfg.attention_dropout}: "
             "use attention_dropout=0, or attention_backend 'auto' or 'unfused'"
+        )
+
+
+def _check_matmul_kernel(cfg: TransformerConfig) -> None:
+    wanted = {"onednn": torch.float32, "fp32": torch.bfloat16}.get(cfg.matmul_kernel, cfg.compute_dtype)
+    if cfg.compute_dtype != wanted:
+        raise ValueError(
+            f"matmul_kernel {cfg.matmul_kernel!r} is for {wanted}, but the model computes in {cfg.compute_dtype}: "
+            "use 'auto' or 'torch'"
         )
 
 

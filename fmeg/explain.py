@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from fmeg import tree
+from fmeg.backends.matmul import choose_kernels
 from fmeg.config import TransformerConfig
 from fmeg.jit import Traced
 from fmeg.models.gpt import gpt_forward_step, gpt_specs
@@ -55,6 +56,8 @@ class Explanation:
     rules: str
     batch: dict[str, tuple[int, ...]]
     num_microbatches: int
+    matmul_kernel: str
+    """The kernel that "auto" was resolved to on this machine, or the named one."""
     parameters: int
     """Number of parameters of the model, padding not counted."""
     parameter_bytes: int
@@ -70,7 +73,7 @@ class Explanation:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh) or "one device"
         sizes = (("parameters", self.parameter_bytes), ("gradients", self.gradient_bytes), ("optimizer", self.optimizer_bytes))
         lines = [
-            f"{self.parameters:,} parameters on {axes}, rules {self.rules}",
+            f"{self.parameters:,} parameters on {axes}, rules {self.rules}; matmul kernel {self.matmul_kernel}",
             f"bytes per rank: {', '.join(f'{name} {size:,}' for name, size in sizes)}",
         ]
         if not self.collectives:
@@ -106,7 +109,7 @@ def explain(
     >>> cfg = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=96, hidden_dropout=0.0,
     ...     attention_dropout=0.0, max_position_embeddings=16)
     >>> print(explain(cfg))
-    3,424 parameters on one device, rules UNSHARDED
+    3,424 parameters on one device, rules UNSHARDED; matmul kernel ...
     bytes per rank: parameters 15,744, gradients 15,744, optimizer 31,496
     no collectives
     >>> from fmeg.sharding.mesh import simulated_mesh
@@ -115,6 +118,7 @@ def explain(
     Collective(direction='forward', kind='all-reduce', axes=('tp',), count=6, bytes=2624)
     """
     check_mesh(cfg, mesh)
+    cfg = choose_kernels(cfg, mesh)
     specs = gpt_specs(cfg) if specs is None else specs
     opt = adamw(1e-3) if opt is None else opt
     plan = None if mesh is None else planned_mesh(mesh)
@@ -137,6 +141,7 @@ def explain(
         rules="UNSHARDED" if plan is None else plan.rules.name,
         batch={name: tuple(leaf.shape) for name, leaf in batch.items()},
         num_microbatches=num_microbatches,
+        matmul_kernel=cfg.matmul_kernel,
         parameters=count_params(specs),
         parameter_bytes=_bytes(state.params),
         gradient_bytes=_bytes(tree.map(lambda node: node.meta["val"], gradient.outputs[0])),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fmeg import random, tree
 from fmeg.autodiff import value_and_grad
+from fmeg.backends.matmul import choose_kernels
 from fmeg.config import TransformerConfig
 from fmeg.jit import Traced, jit
 from fmeg.layers.norm import at_least_fp32
@@ -166,6 +167,7 @@ def make_train_step(
     (['grad_norm', 'learning_rate', 'loss', 'nll', 'num_tokens', 'skipped'], 1)
     """
     check_mesh(cfg, mesh)
+    cfg = choose_kernels(cfg, mesh)
     specs = gpt_specs(cfg) if specs is None else specs
 
     def finish(ctx: Ctx, state: TrainState, grad_sums: Params, sums: list[Sums]) -> tuple[TrainState, Metrics]:
@@ -206,6 +208,7 @@ def make_grad_step(
     (torch.Size([8]), 2.0)
     """
     check_mesh(cfg, mesh)
+    cfg = choose_kernels(cfg, mesh)
     specs = gpt_specs(cfg) if specs is None else specs
 
     def finish(ctx: Ctx, params: Params, grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:

@@ -58,9 +58,9 @@ def attention(
     """
     x_BTD = reshard(x_BTD, RESIDUAL, P("batch", "seq", "embed"), ctx)
     heads, kv_heads = P("batch", "seq", "heads", "head_dim"), P("batch", "seq", "kv_heads", "head_dim")
-    q_BTNH = linear(params["query"], x_BTD, ctx, src=heads, dst=heads)
-    k_BSKH = linear(params["key"], x_BTD, ctx, src=kv_heads, dst=kv_heads)
-    v_BSKH = linear(params["value"], x_BTD, ctx, src=kv_heads, dst=kv_heads)
+    q_BTNH = linear(params["query"], x_BTD, cfg, ctx, src=heads, dst=heads)
+    k_BSKH = linear(params["key"], x_BTD, cfg, ctx, src=kv_heads, dst=kv_heads)
+    v_BSKH = linear(params["value"], x_BTD, cfg, ctx, src=kv_heads, dst=kv_heads)
     if cfg.qk_layernorm:
         q_BTNH, k_BSKH = norm(params["query_norm"], q_BTNH, cfg), norm(params["key_norm"], k_BSKH, cfg)
     if rotary is not None:
@@ -68,7 +68,7 @@ def attention(
     mask_TS = None if window is None else causal_mask(x_BTD.shape[1], window[0], x_BTD.device)
     o_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, cfg, ctx, mask_TS=mask_TS, key=key)
     partial = P("batch", "seq", "embed", unreduced="heads")
-    return linear(params["output"], o_BTNH, ctx, src=partial, dst=RESIDUAL, contract=2)
+    return linear(params["output"], o_BTNH, cfg, ctx, src=partial, dst=RESIDUAL, contract=2)
 
 
 def causal_mask(length: int, left: int | None, device: torch.device | str = "cpu") -> Tensor:
@@ -96,6 +96,9 @@ def dot_product_attention(
 
     `mask_TS`: bool, True where attention is allowed; None: causal. A row with nothing to attend to gives zeros.
     """
+    if cfg.matmul_kernel == "fp32" and q_BTNH.dtype == torch.bfloat16 and q_BTNH.device.type == "cpu":
+        q_wide, k_wide, v_wide = (t.float() for t in (q_BTNH, k_BSKH, v_BSKH))
+        return dot_product_attention(q_wide, k_wide, v_wide, cfg, ctx, mask_TS=mask_TS, key=key).to(q_BTNH.dtype)
     scale = cfg.head_dim**-0.5 if cfg.softmax_scale is None else cfg.softmax_scale
     drop = key is not None and cfg.attention_dropout > 0
     if cfg.attention_backend == "unfused" or drop:

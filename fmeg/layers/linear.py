@@ -6,6 +6,8 @@ import math
 
 from torch import Tensor
 
+from fmeg.backends.matmul import matmul_kernel
+from fmeg.config import TransformerConfig
 from fmeg.params import ZEROS, Init, Params, ParamSpec, Specs
 from fmeg.sharding.mesh import Ctx
 from fmeg.sharding.reshard import reshard
@@ -25,7 +27,7 @@ def linear_specs(inputs: dict[str, int], outputs: dict[str, int], *, init: Init,
     return specs
 
 
-def linear(params: Params, x: Tensor, ctx: Ctx, *, src: P, dst: P, contract: int = 1) -> Tensor:
+def linear(params: Params, x: Tensor, cfg: TransformerConfig, ctx: Ctx, *, src: P, dst: P, contract: int = 1) -> Tensor:
     """x[..., I] . W[I, O] -> y[..., O], over the last `contract` dimensions of `x`, then `reshard` and the bias.
 
     `src` is the layout of the product, `dst` the wanted one. Where `src` has a pending sum, the bias is added after it.
@@ -33,19 +35,20 @@ def linear(params: Params, x: Tensor, ctx: Ctx, *, src: P, dst: P, contract: int
     x[B,T,D] . W[D,F_tp] -> h[B,T,F_tp];  h[B,T,F_tp] . W[F_tp,D] -> y[B,T,D] {U_tp}
     """
     weight = params["weight"]
-    y = reshard(matmul(x, weight, contract), src, dst, ctx)
+    y = reshard(matmul(x, weight, cfg, contract), src, dst, ctx)
     return y + params["bias"] if "bias" in params else y
 
 
-def matmul(x: Tensor, weight: Tensor, contract: int = 1) -> Tensor:
-    """x[..., I] . W[I, O] -> [..., O] as one matrix product over the flattened dimensions.
+def matmul(x: Tensor, weight: Tensor, cfg: TransformerConfig, contract: int = 1) -> Tensor:
+    """x[..., I] . W[I, O] -> [..., O] as one matrix product over the flattened dimensions, by the config's kernel.
 
     >>> import torch
-    >>> matmul(torch.ones(2, 3, 4), torch.ones(4, 5, 6)).shape
+    >>> cfg = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=96)
+    >>> matmul(torch.ones(2, 3, 4), torch.ones(4, 5, 6), cfg).shape
     torch.Size([2, 3, 5, 6])
     """
     split = x.ndim - contract
     outputs = weight.shape[contract:]
     x_MI = x.reshape(-1, math.prod(x.shape[split:]))
     w_IO = weight.reshape(-1, math.prod(outputs))
-    return (x_MI @ w_IO).reshape(*x.shape[:split], *outputs)
+    return matmul_kernel(x, cfg).product(x_MI, w_IO).reshape(*x.shape[:split], *outputs)

@@ -34,12 +34,12 @@ def mlp(params: Params, x_BTD: Tensor, cfg: TransformerConfig, ctx: Ctx, *, key:
     """
     x_BTD = reshard(x_BTD, RESIDUAL, P("batch", "seq", "embed"), ctx)
     hidden = P("batch", "seq", "mlp")
-    h_BTF = linear(params["up"], x_BTD, ctx, src=hidden, dst=hidden)
+    h_BTF = linear(params["up"], x_BTD, cfg, ctx, src=hidden, dst=hidden)
     if cfg.gated_linear_unit:
-        h_BTF = activation(linear(params["gate"], x_BTD, ctx, src=hidden, dst=hidden), cfg.activation) * h_BTF
+        h_BTF = activation(linear(params["gate"], x_BTD, cfg, ctx, src=hidden, dst=hidden), cfg.activation) * h_BTF
     else:
         h_BTF = activation(h_BTF, cfg.activation)
-    return linear(params["down"], h_BTF, ctx, src=P("batch", "seq", "embed", unreduced="mlp"), dst=RESIDUAL)
+    return linear(params["down"], h_BTF, cfg, ctx, src=P("batch", "seq", "embed", unreduced="mlp"), dst=RESIDUAL)
 
 
 def activation(x: Tensor, name: str) -> Tensor:

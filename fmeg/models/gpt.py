@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fmeg import tree
 from fmeg.autodiff import is_concrete
+from fmeg.backends.matmul import choose_kernels
 from fmeg.config import TransformerConfig
 from fmeg.layers.dropout import DropoutKey
 from fmeg.layers.embedding import embed, embedding_specs, output_specs, unembed
@@ -126,6 +127,7 @@ def gpt_forward(
     torch.Size([1, 3, 96])
     """
     check_mesh(cfg, mesh)
+    cfg = choose_kernels(cfg, mesh)
     check_params(params, gpt_specs(cfg, layers=layers), mesh)
     check_batch({"tokens": tokens}, cfg)
 

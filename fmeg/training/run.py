@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fmeg import optim, random
+from fmeg.backends.matmul import choose_kernels
 from fmeg.checkpoint.native import latest_step, load_meta, load_state, save_state
 from fmeg.config import OptimizerConfig, TrainConfig, TransformerConfig, config_to_dict
 from fmeg.data.text import (
@@ -118,6 +119,7 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report | None:
     go on from it.
     """
     mesh = make_mesh(cfg.model, timeout_seconds=60.0)
+    cfg = _with_kernels(cfg, mesh)
     lead = _is_lead(mesh)
     say = say if lead else (lambda line: None)
     alone = cfg.model.on_one_device()
@@ -140,7 +142,7 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report | None:
         tokenizer.save(str(cfg.save / "tokenizer.json"))
     say(
         f"{count_params(gpt_specs(cfg.model)):,} parameters; {len(data.train):,} training and {len(data.held_out):,} "
-        f"held-out tokens of {cfg.data_path}"
+        f"held-out tokens of {cfg.data_path}; matmul kernel {cfg.model.matmul_kernel}"
     )
     evaluate = make_evaluation(cfg, mesh)
     log = _MetricsLog(cfg.save if lead else None, int(state.step))
@@ -160,6 +162,14 @@ def run(cfg: RunConfig, say: Callable[[str], None] = print) -> Report | None:
     if log.path is not None:
         plot_loss(log.path, log.path.with_name("loss.png"))
     return report
+
+
+def _with_kernels(cfg: RunConfig, mesh: Mesh | None) -> RunConfig:
+    """ "auto" kernels resolved: to those that the resumed run used, else to what is measured here."""
+    model = cfg.model
+    if cfg.load is not None and model.matmul_kernel == "auto":
+        model = model.replace(matmul_kernel=load_meta(cfg.load).get("layout", {}).get("matmul_kernel", "auto"))
+    return replace(cfg, model=choose_kernels(model, mesh))
 
 
 def _tokenizer(cfg: RunConfig, text: str) -> Any:
@@ -203,7 +213,7 @@ def _meta(cfg: RunConfig, text: str) -> dict[str, Any]:
     model = config_to_dict(cfg.model)
     return {
         "format": "fmeg-run-1",
-        "layout": {name: model.pop(name) for name in ("tensor_model_parallel_size", "sequence_parallel")},
+        "layout": {name: model.pop(name) for name in ("tensor_model_parallel_size", "sequence_parallel", "matmul_kernel")},
         "model": model,
         "optimizer": config_to_dict(cfg.optimizer),
         "train": config_to_dict(cfg.train),

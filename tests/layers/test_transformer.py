@@ -128,7 +128,7 @@ def test_a_layer_drops_at_four_places_with_four_keys() -> None:
 def mean_attention(params: Any, x_BTD: Tensor, cfg: Any, ctx: Any, *, rotary: Any = None, key: Any = None) -> Tensor:
     """What came before, averaged, through one projection; a gate decides how much of it."""
     mean_BTD = x_BTD.cumsum(1) / torch.arange(1, x_BTD.shape[1] + 1, dtype=x_BTD.dtype)[:, None]
-    return params["gate"] * linear(params["project"], mean_BTD, ctx, src=RESIDUAL, dst=RESIDUAL)
+    return params["gate"] * linear(params["project"], mean_BTD, cfg, ctx, src=RESIDUAL, dst=RESIDUAL)
 
 
 def mean_attention_specs(cfg: fmeg.TransformerConfig) -> Any:

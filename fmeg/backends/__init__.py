@@ -1,0 +1,1 @@
+"""Tables of primitive operations that have more than one implementation."""
