@@ -460,7 +460,8 @@ def head_text(results: dict[str, Any]) -> str:
 - speed and CPU: fmeg's over the peer's, the median of the ratios within a round (smallest to largest). CPU: user and system
   seconds of a step; below 1, fmeg needs less
 - peak: the best fp32 matrix product of the model's largest shapes, by torch.mm and oneDNN, measured in the same rounds
-- compile: the first step less a later one, with empty caches, in seconds (and CPU seconds of all its processes)
+- compile: the first step less a later one, with empty caches: imports, tracing and compiling, in seconds (and CPU seconds of
+  the process and its children)
 - memory: {results["memory"]}"""
 
 
@@ -512,7 +513,7 @@ def _title(case: dict[str, Any]) -> str:
 
 
 def _ratio_text(value: dict[str, float] | None) -> str:
-    return "-" if value is None else f"{value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"
+    return "-" if value is None else f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
 
 
 def save(results: dict[str, Any], out: Path | None) -> None:
@@ -540,9 +541,8 @@ def draw_chart(cases: Sequence[dict[str, Any]], path: Path) -> None:
     )
     for ax, case in zip(all_axes[:, 0], shown, strict=True):
         speeds = {name: peer["tokens_per_second"] for name, peer in case["peers"].items()}
-        base = max(
-            (name for name in speeds if name in TORCH_PEERS), key=speeds.__getitem__, default=max(speeds, key=speeds.get)
-        )
+        candidates = {name: speed for name, speed in speeds.items() if name in TORCH_PEERS} or speeds
+        base = max(candidates, key=candidates.__getitem__)
         values = [speed / speeds[base] for speed in speeds.values()]
         colors = ["tab:blue" if name.startswith("fmeg") else "0.7" for name in speeds]
         bars = ax.barh(list(speeds), values, color=colors)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench import SIZES, Case, Size
-from bench_peers import ADAM, CLIP_GRAD, NORM_EPSILON, ROTARY_BASE, Built
+from bench_peers import ADAM_EPSILON, BETAS, CLIP_GRAD, LEARNING_RATE, NORM_EPSILON, ROTARY_BASE, WEIGHT_DECAY, Built
 
 Params = Any
 State = tuple[jax.Array, Params, Params, Params]
@@ -88,13 +88,13 @@ def update(state: State, tokens: jax.Array, labels: jax.Array, size: Size, dtype
     norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP_GRAD / (norm + 1e-6)), grads)
     count = count + 1
-    b1, b2 = ADAM["betas"]
+    b1, b2 = BETAS
     mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
     nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), nu, grads)
 
     def move(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        direction = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + ADAM["eps"])
-        return p - ADAM["lr"] * (direction + (ADAM["weight_decay"] * p if p.ndim > 1 else 0.0))
+        direction = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + ADAM_EPSILON)
+        return p - LEARNING_RATE * (direction + (WEIGHT_DECAY * p if p.ndim > 1 else 0.0))
 
     return (count, jax.tree.map(move, params, mu, nu), mu, nu), value
 

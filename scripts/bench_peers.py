@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from bench import SIZES, Case, Size
 from torch import Tensor, nn
 
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+LEARNING_RATE, BETAS, ADAM_EPSILON, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CLIP_GRAD = 1.0
 NORM_EPSILON = 1e-5
 ROTARY_BASE = 10000.0
@@ -86,14 +86,7 @@ def build_fmeg(case: Case) -> Built:
         )
     cfg = fmeg_config(SIZES[case.size], case.dtype, case.ranks)
     mesh = fmeg.make_mesh(cfg)
-    opt = fmeg.adamw(
-        ADAM["lr"],
-        b1=ADAM["betas"][0],
-        b2=ADAM["betas"][1],
-        eps=ADAM["eps"],
-        weight_decay=ADAM["weight_decay"],
-        clip_grad=CLIP_GRAD,
-    )
+    opt = fmeg.adamw(LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=ADAM_EPSILON, weight_decay=WEIGHT_DECAY, clip_grad=CLIP_GRAD)
     state = fmeg.init_state(cfg, opt, seed=0, mesh=mesh)
     train_step = fmeg.make_train_step(cfg, opt, mesh=mesh, compile=case.compile, donate=True)
     batch = dict(zip(("tokens", "labels"), map(torch.from_numpy, make_batch(SIZES[case.size])), strict=True))
@@ -239,15 +232,18 @@ def _torch_step(model: nn.Module, case: Case, *, compile: bool, forward: Callabl
     """A training loop's body around a module."""
     forward = model if forward is None else forward
     tokens, labels = map(torch.from_numpy, make_batch(SIZES[case.size]))
-    decayed, kept = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": kept, "weight_decay": 0.0}], fused=True, **ADAM)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, LEARNING_RATE, BETAS, ADAM_EPSILON, fused=True)
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if case.dtype == "bf16" else contextlib.nullcontext():
             return token_loss(forward(tokens), labels)
 
     loss_fn = torch.compile(loss_of) if compile else loss_of
-    parameters = list(model.parameters())
 
     def step() -> Tensor:
         loss = loss_fn(tokens, labels)
