@@ -343,6 +343,7 @@ def _warm_up(peer: Peer, cfg: BenchConfig) -> dict[str, Any]:
     _say(f"  first step {first['wall']:.1f} s, then {seconds:.3f} s: {rounds} rounds of {steps}")
     return {
         "parameters": first["parameters"],
+        "note": first["note"],
         "first": first,
         "warm": warm,
         "plan": {"rounds": rounds, "steps": steps},
@@ -500,7 +501,8 @@ def case_text(case: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
         if row is rows[0]:
             lines.append(f"|{'|'.join('-' * (w + 2) if i == 0 else '-' * (w + 1) + ':' for i, w in enumerate(widths))}|")
-    notes = [f"{name} skipped ({why})" for name, why in case["skipped"].items()]
+    notes = [f"{name}: {peer['note']}" for name, peer in case["peers"].items() if peer["note"]]
+    notes += [f"{name} skipped ({why})" for name, why in case["skipped"].items()]
     notes += [f"{name} FAILED ({why})" for name, why in case["failed"].items()]
     return "\n".join([*lines, *(["", "; ".join(notes)] if notes else [])])
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench import SIZES, Case, Size
-from bench_peers import ADAM_EPSILON, BETAS, CLIP_GRAD, LEARNING_RATE, NORM_EPSILON, ROTARY_BASE, WEIGHT_DECAY, Built
+from bench_peers import ADAM_EPSILON, BETAS, CLIP_GRAD, INIT_STD, LEARNING_RATE, NORM_EPSILON, ROTARY_BASE, WEIGHT_DECAY, Built
 
 Params = Any
 State = tuple[jax.Array, Params, Params, Params]
@@ -20,8 +20,8 @@ def init(size: Size) -> Params:
     """Parameters by Hugging Face's names; weights are stored input first, layers as a list, so that none is sliced."""
     draw = np.random.default_rng(1)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(0.02 * draw.standard_normal(shape), jnp.float32)
+    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(INIT_STD * scale * draw.standard_normal(shape), jnp.float32)
 
     D, F, N, K, H = size.hidden, size.ffn, size.heads, size.kv_heads, size.head_dim
     shapes = {
@@ -33,9 +33,11 @@ def init(size: Size) -> Params:
         "up_proj": (D, F),
         "down_proj": (F, D),
     }
+    last = dict.fromkeys(("o_proj", "down_proj"), (2 * size.layers) ** -0.5)
     norms = ("input_layernorm", "post_attention_layernorm")
     layers = [
-        {name: normal(*shape) for name, shape in shapes.items()} | {name: jnp.ones(D) for name in norms}
+        {name: normal(*shape, scale=last.get(name, 1.0)) for name, shape in shapes.items()}
+        | {name: jnp.ones(D) for name in norms}
         for _ in range(size.layers)
     ]
     return {
@@ -99,11 +101,15 @@ def update(state: State, tokens: jax.Array, labels: jax.Array, size: Size, dtype
     return (count, jax.tree.map(move, params, mu, nu), mu, nu), value
 
 
+def init_state(params: Params) -> State:
+    """A fresh state."""
+    return (jnp.zeros(()), params, *(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+
+
 def build(case: Case, batch: tuple[np.ndarray, np.ndarray]) -> Built:
     """A peer as scripts/bench_peers.py has them. XLA takes as many threads as the process has cores."""
     size = SIZES[case.size]
-    params = init(size)
-    state: State = (jnp.zeros(()), params, *(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+    state = init_state(init(size))
     tokens, labels = (jnp.asarray(part, jnp.int32) for part in batch)
     jitted = jax.jit(functools.partial(update, size=size, dtype=case.dtype), donate_argnums=0)
 
@@ -112,4 +118,4 @@ def build(case: Case, batch: tuple[np.ndarray, np.ndarray]) -> Built:
         state, value = jitted(state, tokens, labels)
         return value
 
-    return Built(step, sum(p.size for p in jax.tree.leaves(params)), lambda: jax.block_until_ready(state) and None)
+    return Built(step, sum(p.size for p in jax.tree.leaves(state[1])), lambda: jax.block_until_ready(state) and None)

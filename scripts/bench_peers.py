@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 LEARNING_RATE, BETAS, ADAM_EPSILON, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CLIP_GRAD = 1.0
+INIT_STD = 0.02
 NORM_EPSILON = 1e-5
 ROTARY_BASE = 10000.0
 
@@ -38,6 +39,8 @@ class Built(NamedTuple):
     parameters: int
     wait: Callable[[], None] = lambda: None
     """Returns when everything that the steps write is there."""
+    note: str | None = None
+    """What the table should say about it."""
 
 
 def make_batch(size: Size) -> tuple[np.ndarray, np.ndarray]:
@@ -76,9 +79,18 @@ def fmeg_config(size: Size, dtype: str = "fp32", ranks: int = 1) -> Any:
     )
 
 
+def fmeg_optimizer() -> Any:
+    """What every peer does with its gradients."""
+    import fmeg
+
+    b1, b2 = BETAS
+    return fmeg.adamw(LEARNING_RATE, b1=b1, b2=b2, eps=ADAM_EPSILON, weight_decay=WEIGHT_DECAY, clip_grad=CLIP_GRAD)
+
+
 def build_fmeg(case: Case) -> Built:
     """The whole step as the training loop makes it, on one device or on tensor-parallel ranks."""
     import fmeg
+    from fmeg.backends.matmul import choose_kernels
 
     if case.ranks > 1:
         torch.distributed.init_process_group(
@@ -86,7 +98,8 @@ def build_fmeg(case: Case) -> Built:
         )
     cfg = fmeg_config(SIZES[case.size], case.dtype, case.ranks)
     mesh = fmeg.make_mesh(cfg)
-    opt = fmeg.adamw(LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=ADAM_EPSILON, weight_decay=WEIGHT_DECAY, clip_grad=CLIP_GRAD)
+    cfg = choose_kernels(cfg, mesh)  # as a training run does, so that the table can name the choice
+    opt = fmeg_optimizer()
     state = fmeg.init_state(cfg, opt, seed=0, mesh=mesh)
     train_step = fmeg.make_train_step(cfg, opt, mesh=mesh, compile=case.compile, donate=True)
     batch = dict(zip(("tokens", "labels"), map(torch.from_numpy, make_batch(SIZES[case.size])), strict=True))
@@ -96,7 +109,7 @@ def build_fmeg(case: Case) -> Built:
         state, metrics = train_step(state, batch)
         return metrics["loss"]
 
-    return Built(step, fmeg.count_params(fmeg.gpt_specs(cfg)))
+    return Built(step, fmeg.count_params(fmeg.gpt_specs(cfg)), note=f"matmul kernel {cfg.matmul_kernel}")
 
 
 # An nn.Module as one would write it; its parameters have Hugging Face's names, so that tests can copy them.
@@ -172,9 +185,6 @@ class GPT(nn.Module):
         angles = torch.arange(size.sequence).float()[:, None] * freqs
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        for p in self.parameters():
-            if p.ndim > 1:
-                nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
@@ -185,23 +195,18 @@ class GPT(nn.Module):
 
 def build_module(case: Case) -> Built:
     """The nn.Module, eager."""
-    torch.manual_seed(0)
-    return _torch_step(GPT(SIZES[case.size]), case, compile=False)
+    return torch_step(initialize(GPT(SIZES[case.size])), case, compile=False)
 
 
 def build_module_compiled(case: Case) -> Built:
     """The nn.Module, compiled."""
-    torch.manual_seed(0)
-    return _torch_step(GPT(SIZES[case.size]), case, compile=True)
+    return torch_step(initialize(GPT(SIZES[case.size])), case, compile=True)
 
 
 def build_huggingface(case: Case) -> Built:
     """transformers' Llama, compiled."""
-    torch.manual_seed(0)
-    model = huggingface_model(SIZES[case.size])
-    return _torch_step(
-        model, case, compile=case.compile, forward=lambda tokens: model(input_ids=tokens, use_cache=False).logits
-    )
+    model = initialize(huggingface_model(SIZES[case.size]))
+    return torch_step(model, case, compile=case.compile, forward=lambda tokens: model(input_ids=tokens, use_cache=False).logits)
 
 
 def huggingface_model(size: Size) -> Any:
@@ -228,7 +233,18 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def _torch_step(model: nn.Module, case: Case, *, compile: bool, forward: Callable[[Tensor], Tensor] | None = None) -> Built:
+def initialize(model: nn.Module) -> nn.Module:
+    """Megatron-LM's initial values, so that the peers' losses can be compared."""
+    torch.manual_seed(0)
+    layers = sum(name.endswith("o_proj.weight") for name, _ in model.named_parameters())
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(p, std=INIT_STD / (2 * layers) ** 0.5 if last else INIT_STD)
+    return model
+
+
+def torch_step(model: nn.Module, case: Case, *, compile: bool, forward: Callable[[Tensor], Tensor] | None = None) -> Built:
     """A training loop's body around a module."""
     forward = model if forward is None else forward
     tokens, labels = map(torch.from_numpy, make_batch(SIZES[case.size]))
@@ -312,7 +328,7 @@ def serve(case: Case, answer: Callable[[dict[str, Any]], None]) -> None:
             built = BUILDERS[case.peer](case)
             cpu = _cpu_seconds_of_all()
             reply = _timed(built, 1)
-            answer({**reply, "cpu": _cpu_seconds_of_all() - cpu, "parameters": built.parameters})
+            answer({**reply, "cpu": _cpu_seconds_of_all() - cpu, "parameters": built.parameters, "note": built.note})
         elif request == "memory":
             assert built is not None
             before = _reset_peak()

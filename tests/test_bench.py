@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,10 +32,20 @@ def by_hf_name(params: Any, cfg: fmeg.TransformerConfig, directory: Path) -> dic
     return {name.removeprefix("model."): value for name, value in load_file(directory / "model.safetensors").items()}
 
 
-def fmeg_loss(directory: Path) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
-    """Weights, and fmeg's loss and gradients with them on the bench's batch, at the size tiny."""
+class Reference(NamedTuple):
+    """What fmeg computes from some weights, all by Hugging Face's names."""
+
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    """Of three updates."""
+    grads: dict[str, torch.Tensor]
+    """Of the first."""
+
+
+def fmeg_reference(directory: Path) -> Reference:
+    """At the size tiny, on the bench's batch."""
     from bench import SIZES
-    from bench_peers import fmeg_config, make_batch
+    from bench_peers import fmeg_config, fmeg_optimizer, make_batch
 
     cfg = fmeg_config(SIZES["tiny"])
     params = fmeg.init_params(cfg, seed=3)
@@ -46,50 +56,59 @@ def fmeg_loss(directory: Path) -> tuple[dict[str, torch.Tensor], float, dict[str
 
     params = tree.map_with_path(uneven, params)
     batch = dict(zip(("tokens", "labels"), map(torch.from_numpy, make_batch(SIZES["tiny"])), strict=True))
-    grads, metrics = fmeg.make_grad_step(cfg, compile=False)(params, batch)
-    return by_hf_name(params, cfg, directory / "params"), metrics["loss"].item(), by_hf_name(grads, cfg, directory / "grads")
+    grads, _ = fmeg.make_grad_step(cfg, compile=False)(params, batch)
+    opt = fmeg_optimizer()
+    step = fmeg.make_train_step(cfg, opt, compile=False)
+    state, losses = fmeg.init_state(cfg, opt)._replace(params=params), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"].item())
+    return Reference(by_hf_name(params, cfg, directory / "params"), losses, by_hf_name(grads, cfg, directory / "grads"))
 
 
-def assert_same(loss: float, grads: dict[str, torch.Tensor], want_loss: float, want: dict[str, torch.Tensor]) -> None:
-    assert loss == pytest.approx(want_loss, rel=1e-5)
-    assert grads.keys() == want.keys()
+def assert_same(losses: list[float], grads: dict[str, torch.Tensor], want: Reference) -> None:
+    assert losses == pytest.approx(want.losses, rel=1e-5)
+    assert grads.keys() == want.grads.keys()
     for name, grad in grads.items():
-        error = ((grad - want[name]).abs().max() / want[name].abs().max()).item()
+        error = ((grad - want.grads[name]).abs().max() / want.grads[name].abs().max()).item()
         assert error <= RELATIVE[torch.float32], f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("peer", ["module", "huggingface"])
-def test_torch_peers_have_fmegs_loss_and_gradients(peer: str, tmp_path: Path) -> None:
-    from bench import SIZES
-    from bench_peers import GPT, huggingface_model, make_batch, token_loss
+def test_torch_peers_have_fmegs_gradients_and_updates(peer: str, tmp_path: Path) -> None:
+    from bench import SIZES, Case
+    from bench_peers import GPT, huggingface_model, make_batch, token_loss, torch_step
 
     size = SIZES["tiny"]
-    weights, want_loss, want = fmeg_loss(tmp_path)
+    want = fmeg_reference(tmp_path)
     tokens, labels = map(torch.from_numpy, make_batch(size))
     if peer == "huggingface":
         pytest.importorskip("transformers")
         model = huggingface_model(size)
-        model.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": w for name, w in weights.items()})
-        logits = model(input_ids=tokens).logits
+        model.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": w for name, w in want.weights.items()})
+
+        def forward(tokens: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=tokens).logits
+
     else:
-        model = GPT(size)
-        model.load_state_dict(weights)
-        logits = model(tokens)
-    loss = token_loss(logits, labels)
-    loss.backward()
+        forward = model = GPT(size)
+        model.load_state_dict(want.weights)
+    token_loss(forward(tokens), labels).backward()
     grads = {name.removeprefix("model."): p.grad for name, p in model.named_parameters()}
-    assert_same(loss.item(), grads, want_loss, want)
+    model.zero_grad()
+    step = torch_step(model, Case(peer, "tiny", "fp32", 1), compile=False, forward=forward).step
+    assert_same([step().item() for _ in range(3)], grads, want)
     assert sum(p.numel() for p in model.parameters()) == size.parameters
 
 
-def test_jax_has_fmegs_loss_and_gradients(tmp_path: Path) -> None:
+def test_jax_has_fmegs_gradients_and_updates(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
     import bench_jax
     from bench import SIZES
     from bench_peers import make_batch
 
     size = SIZES["tiny"]
-    weights, want_loss, want = fmeg_loss(tmp_path)
+    want = fmeg_reference(tmp_path)
 
     def names(path: Any) -> str:
         """Where Hugging Face has the weight at a path of the jax tree."""
@@ -103,16 +122,20 @@ def test_jax_has_fmegs_loss_and_gradients(tmp_path: Path) -> None:
 
     def copy(path: Any, leaf: Any) -> Any:
         name = names(path)
-        value = turned(name, weights[name])
+        value = turned(name, want.weights[name])
         assert value.shape == leaf.shape, name
         return jax.numpy.asarray(value.numpy())
 
     start = bench_jax.init(size)
     assert sum(leaf.size for leaf in jax.tree.leaves(start)) == size.parameters
     params = jax.tree_util.tree_map_with_path(copy, start)
-    value, grads = jax.value_and_grad(bench_jax.loss)(params, *make_batch(size), size, "fp32")
+    grads = jax.grad(bench_jax.loss)(params, *make_batch(size), size, "fp32")
+    state, losses = bench_jax.init_state(params), []
+    for _ in range(3):
+        state, value = bench_jax.update(state, *make_batch(size), size, "fp32")
+        losses.append(float(value))
     flat = {names(path): torch.tensor(jax.numpy.asarray(g).tolist()) for path, g in jax.tree_util.tree_leaves_with_path(grads)}
-    assert_same(float(value), {name: turned(name, g) for name, g in flat.items()}, want_loss, want)
+    assert_same(losses, {name: turned(name, g) for name, g in flat.items()}, want)
 
 
 def test_parameters_and_flops_are_counted_as_fmeg_counts_them() -> None:
