@@ -1,7 +1,7 @@
-"""The two doors to differentiation: how a loss is differentiated and how a custom Function is applied.
+"""The doors to differentiation: how a loss is differentiated, a cotangent pulled back and a custom Function applied.
 
 `torch.compile` over `torch.func.grad` drops the backward of an autograd.Function that is applied directly to a
-differentiated input (seen on torch 2.11 to 2.14). Both doors alias their tensors first, which avoids it; a lint rule
+differentiated input (seen on torch 2.11 to 2.14). All doors alias their tensors first, which avoids it; a lint rule
 forbids the bare calls elsewhere. `fmeg.jit` is not affected: it traces before it compiles.
 """
 
@@ -38,6 +38,16 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         return value, gradient
 
     return run
+
+
+def pull_back(fn: Callable[..., Any], primals: tuple[Tensor, ...], cotangents: Any) -> tuple[Tensor, ...]:
+    """The vector-Jacobian product of `fn` at `primals`: what each of them gets of the `cotangents` of its result.
+
+    >>> pull_back(lambda x: x**2, (torch.tensor(3.0),), torch.tensor(1.0))
+    (tensor(6.),)
+    """
+    _, pullback, *_ = torch.func.vjp(lambda *inputs: fn(*(t.view_as(t) for t in inputs)), *primals)
+    return pullback(cotangents)
 
 
 def is_concrete(x: Tensor) -> bool:

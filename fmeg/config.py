@@ -189,6 +189,19 @@ class TransformerConfig(ModelParallelConfig):
     """Share of the target's mass that is spread evenly over the vocabulary."""
     z_loss_coeff: float = 0.0
     """Coefficient of logsumexp(logits)^2 per token (PaLM, Chowdhery et al. 2022, section 5)."""
+    loss_chunk_tokens: int = 512
+    """Tokens whose logits a compiled step holds at a time."""
+
+    # memory
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What the backward computes again instead of keeping it. full: layers. selective: recompute_modules of every layer."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Of full. uniform: all layers, of which every recompute_num_layers-th input is kept. block: the first
+    recompute_num_layers layers, each by itself."""
+    recompute_num_layers: int | None = None
+    """Of full: see recompute_method."""
+    recompute_modules: tuple[str, ...] | None = None
+    """Of selective: any of core_attn (scores, softmax, dropout, values), layernorm, mlp. None: core_attn."""
 
     # initial values
     init_method_std: float = 0.02
@@ -210,6 +223,7 @@ class TransformerConfig(ModelParallelConfig):
             _check_rates,
             _check_attention_backend,
             _check_matmul_kernel,
+            _check_recompute,
         ):
             check(self)
 
@@ -242,6 +256,21 @@ class TransformerConfig(ModelParallelConfig):
         """Rows in which the vocabulary is stored."""
         unit = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return math.ceil(self.vocab_size / unit) * unit
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The modules of a layer that the backward computes again."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
+
+    @property
+    def recompute_units(self) -> tuple[tuple[int, bool], ...]:
+        """The layers in units that are computed, and if True recomputed, as one: pairs of a number of layers and that."""
+        n, size = self.num_layers, self.recompute_num_layers
+        if self.recompute_granularity != "full" or size is None:
+            return ((1, False),) * n
+        if self.recompute_method == "block":
+            return ((1, True),) * min(size, n) + ((1, False),) * max(0, n - size)
+        return tuple((min(size, n - start), True) for start in range(0, n, size))
 
     def layer_window(self, layer: int) -> tuple[int, int] | None:
         """The attention window of layer `layer`, counted from 0."""
@@ -365,6 +394,7 @@ def _check_sizes(cfg: TransformerConfig) -> None:
         "vocab_size",
         "max_position_embeddings",
         "make_vocab_size_divisible_by",
+        "loss_chunk_tokens",
         "tensor_model_parallel_size",
     ):
         positive_int(name, getattr(cfg, name))
@@ -467,6 +497,35 @@ def _check_matmul_kernel(cfg: TransformerConfig) -> None:
             f"matmul_kernel {cfg.matmul_kernel!r} is for {wanted}, but the model computes in {cfg.compute_dtype}: "
             "use 'auto' or 'torch'"
         )
+
+
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp")
+
+
+def _check_recompute(cfg: TransformerConfig) -> None:
+    granularity, layers = cfg.recompute_granularity, cfg.recompute_num_layers
+    for name in ("recompute_method", "recompute_num_layers"):
+        given = getattr(cfg, name)
+        if granularity == "full" and given is None:
+            raise ValueError(
+                f"recompute_granularity 'full' needs {name}: recompute_method='uniform', recompute_num_layers=1 recomputes all"
+            )
+        if granularity != "full" and given is not None:
+            raise ValueError(
+                f"{name} is {given!r} but recompute_granularity is {granularity!r}: use recompute_granularity='full', "
+                f"or leave {name} out"
+            )
+    if layers is not None:
+        positive_int("recompute_num_layers", layers)
+        if layers > cfg.num_layers:
+            raise ValueError(f"recompute_num_layers is {layers}, of {cfg.num_layers} layers: use at most {cfg.num_layers}")
+    modules = cfg.recompute_modules
+    if modules is None:
+        return
+    if granularity != "selective":
+        raise ValueError(f"recompute_modules is {modules} but recompute_granularity is {granularity!r}: make that 'selective'")
+    if not modules or set(modules) - set(RECOMPUTED_MODULES):
+        raise ValueError(f"recompute_modules is {modules}: must be one or more of {', '.join(RECOMPUTED_MODULES)}")
 
 
 def config_to_dict(cfg: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ what makes compiled gradients equal eager ones: `torch.compile` over `torch.func
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,19 +15,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from fmeg import tree
 from fmeg.autodiff import is_concrete
+from fmeg.program import Program, flatten, plan, run_in_turn
+from fmeg.validation import either, require
 
 A = ParamSpec("A")
 R = TypeVar("R")
+Engine = Literal["whole", "layerwise"]
+"""whole: one graph is compiled, and all of it can be fused and scheduled together. layerwise: the segments between layers are
+compiled, equal ones once, so that the time to compile does not grow with the number of layers."""
 
 
 class Traced(NamedTuple):
     """A flat graph over the tensor leaves of the arguments, and the structure of its result."""
 
     graph: GraphModule
+    program: Program
+    """The same in segments, as its layers are marked."""
     treedef: tree.PyTreeSpec
     leaves: list[Any]
     """The result's leaves: None where the graph gives a tensor, else the Python value itself."""
@@ -41,13 +47,13 @@ class Traced(NamedTuple):
         return tree.unflatten(self.treedef, [next(nodes) if leaf is None else leaf for leaf in self.leaves])
 
 
-def jit(fn: Callable[A, R], *, donate: Sequence[int] = ()) -> Jitted[A, R]:
+def jit(fn: Callable[A, R], *, donate: Sequence[int] = (), engine: Engine = "whole") -> Jitted[A, R]:
     """A compiled `fn`, a pure function of trees of tensors. Positional arguments only.
 
     Compiled once per structure, shapes, strides, dtypes and devices of the arguments; a Python number or string is part of
     the structure, so pass what changes as a tensor. `donate`: positions of arguments whose memory the result may take:
-    argument i is overwritten by the i-th element of the result, a tuple, and must not be used again. Called inside another
-    jit, vmap or grad, the function simply becomes part of it.
+    argument i is overwritten by the i-th element of the result, a tuple, and must not be used again. `engine`: how the graph
+    is compiled, "whole" or "layerwise". Called inside another jit, vmap or grad, the function simply becomes part of it.
 
     >>> double = jit(lambda x: {"y": 2 * x["x"]})
     >>> double({"x": torch.ones(2)})
@@ -57,15 +63,17 @@ def jit(fn: Callable[A, R], *, donate: Sequence[int] = ()) -> Jitted[A, R]:
     """
     if list(donate) != list(range(len(donate))):
         raise ValueError(f"donate={tuple(donate)}: donated arguments must be the leading ones: (0,), (0, 1), ...")
-    return Jitted(fn, tuple(donate))
+    require(engine in get_args(Engine), "engine", engine, either(get_args(Engine)))
+    return Jitted(fn, tuple(donate), engine)
 
 
 class Jitted(Generic[A, R]):
     """What `jit` returns: call it like the function; `trace` gives the graph that is compiled."""
 
-    def __init__(self, fn: Callable[A, R], donate: tuple[int, ...]) -> None:
+    def __init__(self, fn: Callable[A, R], donate: tuple[int, ...], engine: Engine) -> None:
         self._fn = fn
         self._donate = donate
+        self._engine = engine
         self._compiled: dict[Any, tuple[Callable[..., Any], Traced]] = {}
 
     @property
@@ -86,23 +94,25 @@ class Jitted(Generic[A, R]):
         signature = (treedef, tuple(_signature(leaf) for leaf in flat))
         if signature not in self._compiled:
             traced = _trace(self._fn, self._donate, args)
-            self._compiled[signature] = (
-                _compile(traced.graph, [*(leaf for leaf in flat if isinstance(leaf, Tensor)), *traced.constants]),
-                traced,
-            )
+            if self._engine == "layerwise":
+                compiled = run_in_turn(traced.program, _compile)
+            else:
+                compiled = _compile(traced.graph, [traced.program.metas[value] for value in traced.program.inputs])
+            self._compiled[signature] = compiled, traced
         run, traced = self._compiled[signature]
         outs = iter(run(*(leaf for leaf in flat if isinstance(leaf, Tensor)), *traced.constants))
         return tree.unflatten(traced.treedef, [next(outs) if leaf is None else leaf for leaf in traced.leaves])
 
 
 def _compile(graph: GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
-    """Compile a flat graph for tensors of exactly these shapes.
+    """Compile a flat graph for tensors of exactly these shapes and strides, which may be fake.
 
     Inductor is called directly: Dynamo would retrace the flat graph and check guards at every call, for nothing, since
     the signature is the guard. The fake tensors carry a shape environment because inductor's disk cache asks for one.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in tensors]
+    with mode:
+        fakes: list[Any] = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
     with torch.no_grad():
         return torch._inductor.compile(graph, fakes)
 
@@ -127,11 +137,14 @@ def _trace(fn: Callable[..., Any], donate: tuple[int, ...], args: tuple[Any, ...
         return [leaf for leaf in out_flat if isinstance(leaf, Tensor)]
 
     tensors = [leaf.detach() for leaf in flat if isinstance(leaf, Tensor)]
-    raw = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-    constants = _lift_constants(raw)
-    graph = _share_equal_expressions(raw, tensors + constants)
+    graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    constants = _lift_constants(graph)
+    if any(_writes(node) for node in graph.graph.nodes):
+        functional = torch.func.functionalize(graph)
+        graph = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors, *constants)
     _donate_buffers(graph, args, donate)
-    return Traced(graph, result[1], result[0], constants)
+    program = plan(graph)
+    return Traced(flatten(program), program, result[1], result[0], constants)
 
 
 def _lift_constants(graph_module: GraphModule) -> list[Tensor]:
@@ -144,19 +157,11 @@ def _lift_constants(graph_module: GraphModule) -> list[Tensor]:
         constants.append(getattr(graph_module, str(node.target)))
         with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
             last = graph.placeholder(f"constant_{len(constants)}")
+        last.meta["val"] = constants[-1]
         node.replace_all_uses_with(last)
         graph.erase_node(node)
     graph_module.recompile()
     return constants
-
-
-def _share_equal_expressions(graph: GraphModule, tensors: list[Tensor]) -> GraphModule:
-    """Compute equal expressions once; inductor alone would compute each. Only a graph that never writes in place allows it."""
-    if any(_writes(node) for node in graph.graph.nodes):
-        graph = make_fx(torch.func.functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-    shared = CSEPass()(graph)
-    assert shared is not None  # a pass may return nothing by its type; this one never does
-    return shared.graph_module
 
 
 def _writes(node: Node) -> bool:
@@ -200,9 +205,10 @@ def _donate_buffers(graph_module: GraphModule, args: tuple[Any, ...], donate: tu
             kept = j < num and out is donated[j]
             if _storage(out) in storages and not kept:
                 outs[j] = graph.call_function(torch.ops.aten.clone.default, (out,))
+                outs[j].meta["val"] = out.meta["val"]
         for j, target in enumerate(donated):
             if outs[j] is not target:
-                graph.call_function(torch.ops.aten.copy_.default, (target, outs[j]))
+                graph.call_function(torch.ops.aten.copy_.default, (target, outs[j])).meta["val"] = target.meta["val"]
             outs[j] = target
     output.args = (outs,)
     graph_module.recompile()

@@ -17,7 +17,7 @@ from fmeg import random, tree
 from fmeg.autodiff import value_and_grad
 from fmeg.backends.matmul import choose_kernels
 from fmeg.config import TransformerConfig
-from fmeg.jit import Traced, jit
+from fmeg.jit import Engine, Traced, jit
 from fmeg.layers.norm import at_least_fp32
 from fmeg.models.gpt import check_batch, gpt_forward_step, gpt_specs, init_params
 from fmeg.optim import Optimizer, apply_updates, global_norm
@@ -144,6 +144,7 @@ def make_train_step(
     specs: Specs | None = None,
     num_microbatches: int = 1,
     compile: bool = True,
+    engine: Engine = "whole",
     donate: bool = False,
     key: Tensor | None = None,
     check: Callable[[Batch, TransformerConfig], None] | None = check_batch,
@@ -152,7 +153,9 @@ def make_train_step(
 
     `batch`: tensors with a leading batch dimension, cut into `num_microbatches` equal parts. `key` turns dropout on; every
     step folds its number in. `donate`: the state passed in is overwritten. `specs`: the parameters of another model
-    than the config's GPT, for `forward_step`. `check`: what looks at each batch's values before the graph runs.
+    than the config's GPT, for `forward_step`. `check`: what looks at each batch's values before the graph runs. `engine`:
+    how the step is compiled, all as one graph ("whole") or a layer at a time ("layerwise"), in a time that does not depend
+    on the number of layers.
 
     metrics: loss (mean per token), grad_norm (before clipping), num_tokens, learning_rate, skipped, and the metrics of
     `forward_step` per token. A step whose gradients are not finite consumes its batch and changes nothing else;
@@ -183,7 +186,7 @@ def make_train_step(
         return state.params, None if key is None else random.fold_in(key, state.step)
 
     parts = Parts(inputs, _make_gradient(cfg, forward_step), finish)
-    return Step(cfg, mesh, specs, parts, num_microbatches, compile, donate, key, check)
+    return Step(cfg, mesh, specs, parts, num_microbatches, engine if compile else None, donate, key, check)
 
 
 def make_grad_step(
@@ -194,6 +197,7 @@ def make_grad_step(
     specs: Specs | None = None,
     num_microbatches: int = 1,
     compile: bool = True,
+    engine: Engine = "whole",
     key: Tensor | None = None,
     check: Callable[[Batch, TransformerConfig], None] | None = check_batch,
 ) -> Step:
@@ -218,7 +222,7 @@ def make_grad_step(
         return params, key
 
     parts = Parts(inputs, _make_gradient(cfg, forward_step), finish)
-    return Step(cfg, mesh, specs, parts, num_microbatches, compile, False, key, check)
+    return Step(cfg, mesh, specs, parts, num_microbatches, engine if compile else None, False, key, check)
 
 
 def _make_gradient(cfg: TransformerConfig, forward_step: ForwardStep) -> Callable[..., tuple[Params, Sums]]:
@@ -267,14 +271,17 @@ class Step:
         specs: Specs,
         parts: Parts,
         num_microbatches: int,
-        compile: bool,
+        engine: Engine | None,
         donate: bool,
         key: Tensor | None,
         check: Callable[[Batch, TransformerConfig], None] | None,
     ) -> None:
         self._cfg, self._mesh, self._specs, self._parts = cfg, mesh, specs, parts
         self._num_microbatches, self._key, self._check = num_microbatches, key, check
-        compiled = jit if compile else (lambda fn, donate=(): fn)
+
+        def compiled(fn: Callable[..., Any], donate: tuple[int, ...] = ()) -> Any:
+            return fn if engine is None else jit(fn, donate=donate, engine=engine)
+
         donated = (0,) if donate else ()
 
         def begin(ctx: Ctx, carry: Any, key: Tensor | None) -> tuple[Params, Tensor | None]:

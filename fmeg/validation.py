@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 from types import UnionType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 
 class Replaceable:
@@ -31,9 +31,8 @@ def check_types(cfg: Any) -> None:
     """Every field holds a value of its annotation; an int may stand for a float, a bool for nothing but a bool."""
     for name, annotation in get_type_hints(type(cfg)).items():
         value = getattr(cfg, name)
-        options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-        classes = {get_origin(option) or option for option in options} - {Literal}
-        if not classes:
+        classes = {get_origin(option) or option for option in _options(annotation)}
+        if Literal in classes:
             continue
         if float in classes and type(value) is int:
             continue
@@ -43,11 +42,18 @@ def check_types(cfg: Any) -> None:
 
 
 def check_literals(cfg: Any) -> None:
-    """Every field annotated `Literal[...]` holds one of its values."""
+    """Every field annotated `Literal[...]`, or that or None, holds one of its values."""
     for name, annotation in get_type_hints(type(cfg)).items():
-        value, allowed = getattr(cfg, name), get_args(annotation)
-        if get_origin(annotation) is Literal and value not in allowed:
-            raise ValueError(f"{name} is {value!r}: must be {either(repr(a) for a in allowed)}")
+        value, options = getattr(cfg, name), _options(annotation)
+        if get_origin(options[0]) is Literal:
+            allowed = [*get_args(options[0]), *(None for option in options[1:])]
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}: must be {either(repr(a) for a in allowed)}")
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
 
 
 def require(ok: bool, name: str, value: Any, allowed: str) -> None:

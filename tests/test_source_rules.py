@@ -152,6 +152,10 @@ def mutations(module: ast.Module) -> list[tuple[int, str]]:
     return found
 
 
+MEASUREMENTS = {"_seconds"}
+"""What may be remembered for the process, because it is a property of the machine: measured twice it would differ by noise."""
+
+
 def caches(module: ast.Module) -> list[int]:
     """Functions of a module or class that remember results: state too, unlike what a closure remembers while it lives."""
     bodies = [module.body, *(node.body for node in module.body if isinstance(node, ast.ClassDef))]
@@ -160,6 +164,7 @@ def caches(module: ast.Module) -> list[int]:
         for body in bodies
         for node in body
         if isinstance(node, ast.FunctionDef)
+        and node.name not in MEASUREMENTS
         and any(ast.unparse(d).partition("(")[0].endswith(("lru_cache", "cache")) for d in node.decorator_list)
     ]
 

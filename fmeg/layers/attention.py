@@ -16,6 +16,7 @@ from fmeg.layers.linear import linear, linear_specs
 from fmeg.layers.norm import at_least_fp32, norm, norm_specs
 from fmeg.layers.rotary import Rotary, apply_rotary
 from fmeg.params import Params, Specs, normal
+from fmeg.remat import selective
 from fmeg.sharding.mesh import Ctx
 from fmeg.sharding.reshard import reshard
 from fmeg.sharding.spec import P
@@ -66,7 +67,8 @@ def attention(
     if rotary is not None:
         q_BTNH, k_BSKH = apply_rotary(q_BTNH, rotary, cfg), apply_rotary(k_BSKH, rotary, cfg)
     mask_TS = None if window is None else causal_mask(x_BTD.shape[1], window[0], x_BTD.device)
-    o_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, cfg, ctx, mask_TS=mask_TS, key=key)
+    core = selective("core_attn", dot_product_attention, cfg)
+    o_BTNH = core(q_BTNH, k_BSKH, v_BSKH, cfg, ctx, mask_TS=mask_TS, key=key)
     partial = P("batch", "seq", "embed", unreduced="heads")
     return linear(params["output"], o_BTNH, cfg, ctx, src=partial, dst=RESIDUAL, contract=2)
 

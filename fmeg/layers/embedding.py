@@ -66,8 +66,10 @@ def lookup(table_VD: Tensor, ids_BT: Tensor, ctx: Ctx) -> Tensor:
 
 
 def unembed(weight_VD: Tensor, x_BTD: Tensor, cfg: TransformerConfig, ctx: Ctx) -> Tensor:
-    """x[B,T,D] . W[V_tp,D] -> logits[B,T,V_tp] in at least fp32; the columns of the padding are -inf."""
-    x_BTD = reshard(x_BTD, RESIDUAL, P("batch", "seq", "embed"), ctx)
+    """x[B,T,D] . W[V_tp,D] -> logits[B,T,V_tp] in at least fp32; the columns of the padding are -inf.
+
+    `x` is normalized, and whole over positions: `reshard` it from RESIDUAL before.
+    """
     logits_BTV = at_least_fp32(matmul(x_BTD, weight_VD.t(), cfg))
     if cfg.padded_vocab_size == cfg.vocab_size:
         return logits_BTV

@@ -17,6 +17,7 @@ from fmeg.layers.mlp import mlp, mlp_specs
 from fmeg.layers.norm import norm, norm_specs
 from fmeg.layers.rotary import Rotary
 from fmeg.params import Params, Specs
+from fmeg.remat import selective
 from fmeg.sharding.mesh import Ctx
 
 
@@ -101,11 +102,12 @@ def transformer_layer(
 ) -> Tensor:
     """x[B,T,D] -> x[B,T,D]: x + attention(norm(x)), then x + mlp(norm(x)); dropout on what is added."""
     k = keys or (None,) * 4
-    h_BTD = norm(params["attention_norm"], x_BTD, cfg)
+    normalize, mlp_apply = selective("layernorm", norm, cfg), selective("mlp", layer.mlp.apply, cfg)
+    h_BTD = normalize(params["attention_norm"], x_BTD, cfg)
     h_BTD = layer.attention.apply(params["attention"], h_BTD, cfg, ctx, rotary=rotary, key=k[0])
     x_BTD = x_BTD + dropout(h_BTD, cfg.hidden_dropout, k[1], RESIDUAL, ctx)
-    h_BTD = norm(params["mlp_norm"], x_BTD, cfg)
-    h_BTD = layer.mlp.apply(params["mlp"], h_BTD, cfg, ctx, key=k[2])
+    h_BTD = normalize(params["mlp_norm"], x_BTD, cfg)
+    h_BTD = mlp_apply(params["mlp"], h_BTD, cfg, ctx, key=k[2])
     return x_BTD + dropout(h_BTD, cfg.hidden_dropout, k[3], RESIDUAL, ctx)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,11 +13,13 @@ from fmeg import tree
 from fmeg.autodiff import is_concrete
 from fmeg.backends.matmul import choose_kernels
 from fmeg.config import TransformerConfig
+from fmeg.fusion import layer_boundary
+from fmeg.layers.attention import RESIDUAL
 from fmeg.layers.dropout import DropoutKey
 from fmeg.layers.embedding import embed, embedding_specs, output_specs, unembed
-from fmeg.layers.loss import cross_entropy, same_tokens
+from fmeg.layers.loss import TokenLoss, cross_entropy, same_tokens
 from fmeg.layers.norm import norm, norm_specs
-from fmeg.layers.rotary import rotary_table
+from fmeg.layers.rotary import Rotary, rotary_table
 from fmeg.layers.transformer import (
     LayerKeys,
     LayerSpec,
@@ -26,6 +29,7 @@ from fmeg.layers.transformer import (
     transformer_layer,
 )
 from fmeg.params import Params, Specs, cast_to_compute, check_params, init_from_specs, shard_tree, stack, unshard_tree
+from fmeg.remat import remat
 from fmeg.sharding.mesh import Ctx, Mesh, check_mesh
 from fmeg.sharding.reshard import on_mesh, reshard, take_batch
 from fmeg.sharding.spec import P
@@ -132,7 +136,9 @@ def gpt_forward(
     check_batch({"tokens": tokens}, cfg)
 
     def forward(ctx: Ctx, params: Params, tokens_BT: Tensor) -> Tensor:
+        params = cast_to_compute(params, gpt_specs(cfg, layers=layers), cfg)
         x_BTD = gpt_hidden(params, take_batch(tokens_BT, ctx), cfg, ctx, layers=layers)
+        x_BTD = reshard(x_BTD, RESIDUAL, P("batch", "seq", "embed"), ctx)
         logits_BTV = unembed(_output_weight(params, cfg), x_BTD, cfg, ctx)
         return reshard(logits_BTV, P("batch", "seq", "vocab"), P(None, None, None), ctx)[..., : cfg.vocab_size]
 
@@ -173,17 +179,32 @@ def gpt_forward_step(
     if key is not None:
         rows_B = batch.get("rows", torch.arange(len(tokens_BT), device=tokens_BT.device))
         dropout_key = DropoutKey(key, rows_B)
+    params = cast_to_compute(params, gpt_specs(cfg, layers=layers), cfg)
     x_BTD = gpt_hidden(params, tokens_BT, cfg, ctx, layers=layers, key=dropout_key)
-    logits_BTV = unembed(_output_weight(params, cfg), x_BTD, cfg, ctx)
-    terms = cross_entropy(logits_BTV, torch.where(mask_BT != 0, labels_BT, 0), cfg, ctx)
+    sums = _loss_sums(_output_weight(params, cfg), x_BTD, labels_BT, mask_BT, cfg, ctx)
+    metrics = {"nll": sums.nll_BT} | ({"z_loss": sums.z_loss_BT} if cfg.z_loss_coeff else {})
+    return sums.loss_BT, mask_BT.sum() / same_tokens(ctx), metrics
 
-    def total(term_BT: Tensor) -> Tensor:
-        return torch.where(mask_BT != 0, term_BT * mask_BT, 0.0).sum()
 
-    metrics = {"nll": total(terms.nll_BT)}
-    if cfg.z_loss_coeff:
-        metrics["z_loss"] = total(terms.z_loss_BT)
-    return total(terms.loss_BT), mask_BT.sum() / same_tokens(ctx), metrics
+def _loss_sums(
+    weight_VD: Tensor, x_BTD: Tensor, labels_BT: Tensor, mask_BT: Tensor, cfg: TransformerConfig, ctx: Ctx
+) -> TokenLoss:
+    """The loss and its parts, summed over tokens by their weights.
+
+    Tokens go through the projection and the loss in chunks. A chunk's gradient needs nothing of the other chunks, so that a
+    compiled step keeps the logits of one chunk at a time.
+    """
+    x_BTD = reshard(x_BTD, RESIDUAL, P("batch", "seq", "embed"), ctx)
+    chunks = max(1, math.ceil(labels_BT.numel() / cfg.loss_chunk_tokens))
+
+    def chunk_sums(x_CD: Tensor, labels_C: Tensor, mask_C: Tensor) -> TokenLoss:
+        logits_BTV = unembed(weight_VD, x_CD[None], cfg, ctx)
+        terms = cross_entropy(logits_BTV, torch.where(mask_C != 0, labels_C, 0)[None], cfg, ctx)
+        return tree.map(lambda term_BT: torch.where(mask_C != 0, term_BT * mask_C, 0.0).sum(), terms)
+
+    flat = (x_BTD.flatten(0, 1), labels_BT.flatten(), mask_BT.flatten())
+    parts = [chunk_sums(*chunk) for chunk in zip(*(t.tensor_split(chunks) for t in flat), strict=True)]
+    return tree.map(lambda *sums: sum(sums), *parts)
 
 
 def gpt_hidden(
@@ -195,15 +216,32 @@ def gpt_hidden(
     layers: Layers = None,
     key: DropoutKey | None = None,
 ) -> Tensor:
-    """tokens[B,T] -> x[B,T,D] after the final norm, in the compute dtype."""
-    params = cast_to_compute(params, gpt_specs(cfg, layers=layers), cfg)
+    """tokens[B,T] -> x[B,T,D] after the final norm; `params` are in the compute dtype (`cast_to_compute`), and so is x."""
     positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     keys = _split_keys(key, cfg.num_layers)
     x_BTD = embed(params["embedding"], tokens_BT, positions_T, cfg, ctx, key=next(keys))
     rotary = rotary_table(cfg, positions_T)
-    for layer, layer_params in _unstack(params["layers"], _layer_list(cfg, layers)):
-        x_BTD = transformer_layer(layer_params, x_BTD, cfg, ctx, layer, rotary=rotary, keys=next(keys))
-    return norm(params["final_norm"], x_BTD, cfg)
+    todo = [(layer, p, next(keys)) for layer, p in _unstack(params["layers"], _layer_list(cfg, layers))]
+    for size, recomputed in cfg.recompute_units:
+        unit = zip(*(todo.pop(0) for _ in range(size)), strict=True)
+        run = remat(_layers_in_turn) if recomputed else _layers_in_turn
+        x_BTD = run(layer_boundary(x_BTD), cfg, ctx, *unit, rotary=rotary)
+    return norm(params["final_norm"], layer_boundary(x_BTD), cfg)
+
+
+def _layers_in_turn(
+    x_BTD: Tensor,
+    cfg: TransformerConfig,
+    ctx: Ctx,
+    layers: Sequence[LayerSpec],
+    params: Sequence[Params],
+    keys: Sequence[LayerKeys | None],
+    *,
+    rotary: Rotary | None,
+) -> Tensor:
+    for layer, layer_params, layer_keys in zip(layers, params, keys, strict=True):
+        x_BTD = transformer_layer(layer_params, x_BTD, cfg, ctx, layer, rotary=rotary, keys=layer_keys)
+    return x_BTD
 
 
 def check_batch(batch: dict[str, Tensor], cfg: TransformerConfig) -> None:
@@ -286,5 +324,4 @@ def _split_keys(key: DropoutKey | None, num_layers: int) -> Iterator[Any]:
 
 
 def _output_weight(params: Params, cfg: TransformerConfig) -> Tensor:
-    weight = params["embedding"]["tokens"] if cfg.share_embeddings_and_output_weights else params["output"]["weight"]
-    return weight.to(cfg.compute_dtype)
+    return params["embedding"]["tokens"] if cfg.share_embeddings_and_output_weights else params["output"]["weight"]

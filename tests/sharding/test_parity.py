@@ -79,6 +79,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
         "vocab_size": pick(16, 17, 31, 48),
         "make_vocab_size_divisible_by": pick(1, 3, 8),
         "attention_backend": pick("auto", "unfused"),
+        "loss_chunk_tokens": pick(512, 5),
     }
     # A window of (0, 0) is left out: attention to one position has no gradient to compare but rounding.
     if pick(False, True):
