@@ -34,6 +34,7 @@ SIZES = [
     "num_query_groups",
     "kv_channels",
     "ffn_hidden_size",
+    "loss_chunk_tokens",
 ]
 ROPE = {"position_embedding_type": "rope"}
 
@@ -46,6 +47,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"normalization": "layernorm"}, "normalization is 'layernorm': must be 'LayerNorm' or 'RMSNorm'"),
     ({"activation": "relu"}, "activation is 'relu': must be 'gelu', 'gelu_tanh', 'silu' or 'squared_relu'"),
     ({"attention_backend": "flash"}, "attention_backend is 'flash': must be 'auto', 'fused' or 'unfused'"),
+    (
+        {"recompute_granularity": "all"},
+        "recompute_granularity is 'all': must be 'full', 'selective' or None",
+    ),
+    (
+        {"recompute_granularity": "full", "recompute_num_layers": 1},
+        "recompute_granularity 'full' needs recompute_method: recompute_method='uniform', recompute_num_layers=1 "
+        "recomputes all",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_num_layers": 1},
+        "recompute_num_layers is 1 but recompute_granularity is 'selective': use recompute_granularity='full', "
+        "or leave recompute_num_layers out",
+    ),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        "recompute_num_layers is 3, of 2 layers: use at most 2",
+    ),
+    (
+        {"recompute_modules": ("mlp",)},
+        "recompute_modules is ('mlp',) but recompute_granularity is None: make that 'selective'",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+        "recompute_modules is ('moe',): must be one or more of core_attn, layernorm, mlp",
+    ),
     (
         {"position_embedding_type": "alibi"},
         "position_embedding_type is 'alibi': must be 'learned_absolute', 'rope' or 'none'",

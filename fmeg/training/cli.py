@@ -23,6 +23,7 @@ MEGATRON_FLAGS: dict[str, list[str]] = {
     "--disable-bias-linear": ["--no-add-bias-linear"],
     "--untie-embeddings-and-output-weights": ["--no-share-embeddings-and-output-weights"],
     "--apply-layernorm-1p": ["--layernorm-zero-centered-gamma"],
+    "--recompute-activations": ["--recompute-granularity", "selective"],
     "--group-query-attention": [],
     "--norm-epsilon": ["--layernorm-epsilon"],
     "--use-rotary-position-embeddings": ["--position-embedding-type", "rope"],

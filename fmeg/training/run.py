@@ -28,6 +28,7 @@ from fmeg.data.text import (
     train_tokenizer,
     unigram_bits_per_byte,
 )
+from fmeg.jit import Engine
 from fmeg.models.gpt import gpt_forward_step, gpt_specs, unshard_params
 from fmeg.models.sample import sample
 from fmeg.params import Params, count_params
@@ -53,6 +54,8 @@ class RunConfig(Replaceable):
     """Directory of a run to resume from its last checkpoint. Give the same as --save to go on writing there."""
     compile: bool = True
     """Compile the step. Eager gives the same numbers, slower."""
+    engine: Engine = "whole"
+    """How: whole, the step as one graph; layerwise, a layer at a time, in a time that does not grow with the layers."""
 
     def __post_init__(self) -> None:
         if self.train.seq_length > self.model.max_position_embeddings:
@@ -244,6 +247,7 @@ def _train(
         mesh=mesh,
         num_microbatches=train.num_microbatches(_data_parallel_size(mesh)),
         compile=cfg.compile,
+        engine=cfg.engine,
         donate=True,
         key=random.fold_in(root, "dropout") if drops else None,
     )
