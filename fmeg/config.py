@@ -94,6 +94,8 @@ class ModelParallelConfig(Replaceable):
     """Ranks over which heads, the MLP and the vocabulary are sharded."""
     sequence_parallel: bool = False
     """Shard the residual stream, norms and dropout over the tensor-parallel ranks by position."""
+    ddp_bucket_size: int = 40_000_000
+    """Elements of gradients that are summed over ranks together, while the backward goes on."""
     params_dtype: torch.dtype = torch.float32
     """The dtype in which parameters are held."""
     bf16: bool = False
@@ -395,6 +397,7 @@ def _check_sizes(cfg: TransformerConfig) -> None:
         "max_position_embeddings",
         "make_vocab_size_divisible_by",
         "loss_chunk_tokens",
+        "ddp_bucket_size",
         "tensor_model_parallel_size",
     ):
         positive_int(name, getattr(cfg, name))

@@ -7,6 +7,7 @@ what makes compiled gradients equal eager ones: `torch.compile` over `torch.func
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fmeg import tree
 from fmeg.autodiff import is_concrete
+from fmeg.overlap import has_collectives, overlap, split_stacks
 from fmeg.program import Program, flatten, plan, run_in_turn
 from fmeg.validation import either, require
 
@@ -113,8 +115,11 @@ def _compile(graph: GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         fakes: list[Any] = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
-    with torch.no_grad():
-        return torch._inductor.compile(graph, fakes)
+    from fmeg.kernel_order import keep_order
+
+    sends = has_collectives(graph)
+    with torch.no_grad(), keep_order() if sends else nullcontext():
+        return torch._inductor.compile(overlap(graph) if sends else graph, fakes)
 
 
 def _signature(leaf: Any) -> Any:
@@ -142,6 +147,7 @@ def _trace(fn: Callable[..., Any], donate: tuple[int, ...], args: tuple[Any, ...
     if any(_writes(node) for node in graph.graph.nodes):
         functional = torch.func.functionalize(graph)
         graph = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors, *constants)
+    split_stacks(graph)
     _donate_buffers(graph, args, donate)
     program = plan(graph)
     return Traced(flatten(program), program, result[1], result[0], constants)

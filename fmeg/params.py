@@ -16,9 +16,9 @@ from torch import Tensor
 from fmeg import random, tree
 from fmeg.config import TransformerConfig
 from fmeg.sharding.collectives import all_reduce
-from fmeg.sharding.mesh import Ctx, Mesh
+from fmeg.sharding.mesh import Context, Ctx, Mesh
 from fmeg.sharding.reshard import own_copy, reshard
-from fmeg.sharding.spec import P
+from fmeg.sharding.spec import Axes, P
 
 Specs = Any
 Params = Any
@@ -130,16 +130,64 @@ def init_from_specs(
     return tree.map_with_path(init, specs)
 
 
-def reduce_grads(grads: Params, specs: Specs, ctx: Ctx) -> Params:
+def reduce_grads(grads: Params, specs: Specs, ctx: Ctx, *, bucket_size: int) -> Params:
     """The gradient law: each gradient is summed over every mesh axis that its parameter's spec does not use.
 
     Inside a step whatever is replicated has a pending sum for its cotangent, and a rank's loss is its share of the whole; so
     this one rule covers data parallelism, norms and biases with and without sequence parallelism, and repeated heads.
+
+    Gradients that need the same sum are sent together, in buckets of `bucket_size` elements or a little more, filled from the
+    last layer to the first, as the backward makes them: a bucket can leave while earlier layers are still at work.
     """
     if ctx is None:
         return grads
+    leaves, treedef = tree.flatten(grads)
+    sums = [ctx.mesh.unused_axes(spec.axes) for spec in tree.leaves(specs)]
+    rows = [_rows(grad, spec) if axes else [] for grad, spec, axes in zip(leaves, tree.leaves(specs), sums, strict=True)]
+    for bucket in _buckets(rows, sums, tree.leaves(specs), bucket_size):
+        reduced = _all_reduce_together([rows[i][j] for i, j in bucket], sums[bucket[0][0]], ctx)
+        for (i, j), row in zip(bucket, reduced, strict=True):
+            rows[i][j] = row
+    for i, (spec, axes) in enumerate(zip(tree.leaves(specs), sums, strict=True)):
+        if axes:
+            leaves[i] = torch.stack(rows[i]) if _is_stacked(spec) else rows[i][0]
+    return tree.unflatten(treedef, leaves)
 
-    return tree.map(lambda grad, spec: all_reduce(grad, ctx.mesh.unused_axes(spec.axes), ctx), grads, specs)
+
+def _is_stacked(spec: ParamSpec) -> bool:
+    return len(spec.axes) > 0 and spec.axes[0] == "layers"
+
+
+def _rows(grad: Tensor, spec: ParamSpec) -> list[Tensor]:
+    return list(grad.unbind(0)) if _is_stacked(spec) else [grad]
+
+
+def _buckets(
+    rows: list[list[Tensor]], sums: list[Axes], specs: list[ParamSpec], bucket_size: int
+) -> list[list[tuple[int, int]]]:
+    """(leaf, layer) of what is sent together. In the order in which a backward makes the gradients: stacked ones a layer at a
+    time from the last, the rest after them. What fills a bucket waits for no other.
+    """
+    order = [(i, j) for i, leaf in enumerate(rows) for j in range(len(leaf))]
+    order.sort(key=lambda at: -at[1] if _is_stacked(specs[at[0]]) else 1)
+    filling: dict[tuple[Axes, torch.dtype], list[tuple[int, int]]] = {}
+    full = []
+    for i, j in order:
+        if rows[i][j].numel() >= bucket_size:
+            full.append([(i, j)])
+            continue
+        bucket = filling.setdefault((sums[i], rows[i][j].dtype), [])
+        bucket.append((i, j))
+        if sum(rows[i][j].numel() for i, j in bucket) >= bucket_size:
+            full.append(filling.pop((sums[i], rows[i][j].dtype)))
+    return full + list(filling.values())
+
+
+def _all_reduce_together(xs: list[Tensor], axes: Axes, ctx: Context) -> list[Tensor]:
+    if len(xs) == 1:
+        return [all_reduce(xs[0], axes, ctx)]
+    flat = all_reduce(torch.cat([x.reshape(-1) for x in xs]), axes, ctx)
+    return [part.reshape(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
 
 
 def shard_tree(params: Params, specs: Specs, ctx: Ctx) -> Params:

@@ -174,7 +174,7 @@ def make_train_step(
     specs = gpt_specs(cfg) if specs is None else specs
 
     def finish(ctx: Ctx, state: TrainState, grad_sums: Params, sums: list[Sums]) -> tuple[TrainState, Metrics]:
-        grads, metrics = _mean(ctx, grad_sums, sums, specs)
+        grads, metrics = _mean(ctx, grad_sums, sums, specs, cfg)
         updates, opt_state = opt.update(grads, state.opt_state, state.params, specs, ctx)
         finite = torch.isfinite(metrics["grad_norm"])
         new = TrainState(state.step, apply_updates(state.params, updates), opt_state)
@@ -216,7 +216,7 @@ def make_grad_step(
     specs = gpt_specs(cfg) if specs is None else specs
 
     def finish(ctx: Ctx, params: Params, grad_sums: Params, sums: list[Sums]) -> tuple[Params, Metrics]:
-        return _mean(ctx, grad_sums, sums, specs)
+        return _mean(ctx, grad_sums, sums, specs, cfg)
 
     def inputs(params: Params, key: Tensor | None) -> tuple[Params, Tensor | None]:
         return params, key
@@ -242,7 +242,7 @@ def _make_gradient(cfg: TransformerConfig, forward_step: ForwardStep) -> Callabl
     return gradient
 
 
-def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs) -> tuple[Params, Metrics]:
+def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs, cfg: TransformerConfig) -> tuple[Params, Metrics]:
     """Add up over ranks and divide once by the number of tokens; without any token, loss and gradients are zero."""
     total = tree.map(lambda *parts: torch.stack(parts).sum(0), *sums) if len(sums) > 1 else sums[0]
     if ctx is not None and ctx.mesh.names:
@@ -251,7 +251,8 @@ def _mean(ctx: Ctx, grad_sums: Params, sums: list[Sums], specs: Specs) -> tuple[
         reduced = all_reduce(torch.stack([n.to(widest) for n in numbers]), ctx.mesh.names, ctx)
         total = tree.unflatten(treedef, [r.to(n.dtype) for r, n in zip(reduced.unbind(0), numbers, strict=True)])
     count = torch.where(total.tokens > 0, total.tokens, 1.0)
-    grads = tree.map(lambda g: g / count.to(g.dtype), reduce_grads(grad_sums, specs, ctx))
+    grads = reduce_grads(grad_sums, specs, ctx, bucket_size=cfg.ddp_bucket_size)
+    grads = tree.map(lambda g: g / count.to(g.dtype), grads)
     metrics = {name: value / count for name, value in total.metrics.items()}
     metrics |= {"loss": total.loss / count, "num_tokens": total.tokens, "grad_norm": global_norm(grads, specs, ctx)}
     return grads, metrics

@@ -153,7 +153,7 @@ def test_parameters_and_flops_are_counted_as_fmeg_counts_them() -> None:
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     command = [sys.executable, str(SCRIPTS / "bench.py"), "--sizes", "tiny", "--import-repeats", "0", *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=560)
 
 
 def test_a_run_end_to_end(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,11 @@ from helpers import assert_trees_close, random_batch, small_config
 import fmeg
 
 
-def main(tp: int, sequence_parallel: bool, compile: bool) -> None:
+def main(tp: int, sequence_parallel: bool, engine: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     alone = small_config(num_attention_heads=4, num_query_groups=2, add_bias_linear=True)
-    cfg = alone.replace(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
+    cfg = alone.replace(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, ddp_bucket_size=4000)
     mesh = fmeg.make_mesh(cfg)
     assert mesh is not None
     batch = random_batch(alone)
@@ -24,7 +25,8 @@ def main(tp: int, sequence_parallel: bool, compile: bool) -> None:
     params = fmeg.init_params(cfg, mesh=mesh)
     assert_trees_close(fmeg.unshard_params(params, cfg, mesh), whole, rtol=0)
     assert_trees_close(params, fmeg.shard_params(whole, cfg, mesh), rtol=0)
-    grads, on_mesh = fmeg.make_grad_step(cfg, mesh=mesh, compile=compile)(params, batch)
+    how: Any = {"compile": False} if engine == "eager" else {"engine": engine}
+    grads, on_mesh = fmeg.make_grad_step(cfg, mesh=mesh, **how)(params, batch)
     assert_trees_close(fmeg.unshard_params(grads, cfg, mesh), want, rtol=1e-5)
     assert_trees_close(on_mesh, metrics, rtol=1e-5)
 
@@ -40,4 +42,4 @@ def main(tp: int, sequence_parallel: bool, compile: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2] == "sp", sys.argv[3] == "compiled")
+    main(int(sys.argv[1]), sys.argv[2] == "sp", sys.argv[3])

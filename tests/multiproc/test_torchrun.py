@@ -46,13 +46,22 @@ def test_eager_gradients_equal_one_device_and_simulated_ranks(ranks: int, tp: in
 
 
 def test_compiled_gradients_equal_one_device_and_simulated_ranks() -> None:
-    assert "equal on" in finish(start(2, "tests/multiproc/program.py", "2", "sp", "compiled"))
+    assert "equal on" in finish(start(2, "tests/multiproc/program.py", "2", "sp", "whole"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "tp", "sp"), [(2, 2, "no"), (2, 1, "no"), (4, 2, "no"), (4, 2, "sp")])
-def test_compiled_gradients_on_every_layout(ranks: int, tp: int, sp: str) -> None:
-    assert "equal on" in finish(start(ranks, "tests/multiproc/program.py", str(tp), sp, "compiled"))
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sp", "engine"),
+    [
+        (2, 2, "no", "whole"),
+        (2, 1, "no", "whole"),
+        (4, 2, "no", "whole"),
+        (4, 2, "sp", "whole"),
+        (4, 2, "sp", "layerwise"),
+    ],
+)
+def test_compiled_gradients_on_every_layout(ranks: int, tp: int, sp: str, engine: str) -> None:
+    assert "equal on" in finish(start(ranks, "tests/multiproc/program.py", str(tp), sp, engine))
 
 
 @pytest.fixture(scope="module")

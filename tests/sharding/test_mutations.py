@@ -90,7 +90,7 @@ def other_axis(ctx: Any, g: Tensor) -> Tensor:
 def skip(axis: str) -> Callable[[Patch], None]:
     """The gradient law without one axis."""
 
-    def reduce_grads(grads: Any, specs: Any, ctx: Ctx) -> Any:
+    def reduce_grads(grads: Any, specs: Any, ctx: Ctx, *, bucket_size: int) -> Any:
         if ctx is None:
             return grads
 
